@@ -1,0 +1,155 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): projections, and the two forms of the product.
+
+Expanded form: keys and values are made from the latents, one per head; for prefill and training. Weight-absorbed form:
+queries are mapped into the latent space and attend to the latents themselves; for decoding, where it reads the
+cache once for all heads. Both give the same numbers up to rounding.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .config import TargetConfig
+from .layers import declare, declare_norm, linear, rms_norm
+from .rope import rotate, softmax_scale
+from .sharding import shard
+
+QUERY_BLOCK = 128  # rows of one block of the expanded form: later keys of a block's triangle are never multiplied
+
+
+class Query(NamedTuple):
+    """One layer's queries."""
+
+    nope: jax.Array  # [B, T, N, nope]
+    rope: jax.Array  # [B, T, N, rope], rotated
+
+
+class MLA(nnx.Module):
+    """Projections of one attention layer; the product itself is chosen by the caller (cached or not, which form)."""
+
+    def __init__(self, config: TargetConfig, dtype: jnp.dtype) -> None:
+        c, d, n = config, config.hidden, config.n_heads
+        self.config = config
+        if c.q_lora_rank is None:
+            self.q = declare((n, c.qk_dim, d), dtype, ("heads", "head_dim", "hidden"))
+        else:
+            self.q_a = declare((c.q_lora_rank, d), dtype, ("q_rank", "hidden"))
+            self.q_a_norm = declare_norm(c.q_lora_rank, dtype, "q_rank")
+            self.q_b = declare((n, c.qk_dim, c.q_lora_rank), dtype, ("heads", "head_dim", "q_rank"))
+        self.kv_a = declare((c.latent_dim, d), dtype, ("latent", "hidden"))
+        self.kv_a_norm = declare_norm(c.kv_lora_rank, dtype, "latent")
+        self.k_up = declare((n, c.nope_dim, c.kv_lora_rank), dtype, ("heads", "head_dim", "latent"))
+        self.v_up = declare((n, c.v_dim, c.kv_lora_rank), dtype, ("heads", "head_dim", "latent"))
+        self.o = declare((d, n, c.v_dim), dtype, ("hidden", "heads", "head_dim"), std=(n * c.v_dim) ** -0.5)
+
+    def queries(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> Query:
+        """x [B, T, D], cos and sin [B, T, rope / 2]."""
+        c = self.config
+        if c.q_lora_rank is None:
+            q = linear(x, self.q[...])
+        else:
+            q = linear(rms_norm(linear(x, self.q_a[...]), self.q_a_norm[...], c.latent_norm_eps), self.q_b[...])
+        q = shard(q, "batch", "replicated", "heads", "head_dim")  # [B, T, N, nope + rope]
+        return Query(q[..., : c.nope_dim], rotate(q[..., c.nope_dim :], cos[..., None, :], sin[..., None, :]))
+
+    def latents(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        """What is cached of x [B, T, D]: the normed latent, then the rotated key: [B, T, R + rope]."""
+        c = self.config
+        kv = linear(x, self.kv_a[...])
+        latent = rms_norm(kv[..., : c.kv_lora_rank], self.kv_a_norm[...], c.latent_norm_eps)
+        return jnp.concatenate([latent, rotate(kv[..., c.kv_lora_rank :], cos, sin)], axis=-1)
+
+    def output(self, heads: jax.Array) -> jax.Array:
+        """[B, T, N, v] to [B, T, D]."""
+        o = self.o[...]
+        return linear(heads.reshape(*heads.shape[:2], -1), o.reshape(o.shape[0], -1))
+
+    def expanded(
+        self,
+        query: Query,
+        latents: jax.Array,
+        context: jax.Array | None = None,
+        context_length: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
+        """Causal attention of T new tokens among themselves and over a cached context, in expanded form.
+
+        Args:
+          query: of the T new tokens.
+          latents: [B, T, R + rope] of the new tokens.
+          context: [B, S, R + rope] of earlier tokens, visible to every query up to `context_length`.
+          context_length: int32 [B].
+          segments: int32 [B, T]; tokens of different documents in one row do not see each other.
+        Returns:
+          [B, T, N, v].
+        """
+        keys, n_self = latents, latents.shape[1]
+        n_context = 0 if context is None else context.shape[1]
+        if context is not None:
+            keys = jnp.concatenate([context, latents], axis=1)
+        r = self.config.kv_lora_rank
+        k_nope = jnp.einsum("bsr,nhr->bnsh", keys[..., :r], self.k_up[...])
+        value = jnp.einsum("bsr,nhr->bnsh", keys[..., :r], self.v_up[...])
+        k_rope = jnp.broadcast_to(keys[:, None, :, r:], (*k_nope.shape[:3], keys.shape[-1] - r))
+        key = jnp.concatenate([k_nope, k_rope], axis=-1)  # [B, N, S, nope + rope]
+        q = jnp.concatenate([query.nope, query.rope], axis=-1).swapaxes(1, 2)  # [B, N, T, nope + rope]
+        q = q * jnp.asarray(softmax_scale(self.config), q.dtype)
+        out = []
+        for start in range(0, n_self, QUERY_BLOCK):
+            stop = min(start + QUERY_BLOCK, n_self)
+            end = n_context + stop  # keys after the block's last token are invisible to all of it
+            score = jnp.einsum(
+                "bnth,bnsh->bnts", q[:, :, start:stop], key[:, :, :end], preferred_element_type=jnp.float32
+            )
+            visible = _visible(start, stop, n_context, context_length, segments)
+            p = _softmax(jnp.where(visible, score, -jnp.inf)).astype(value.dtype)
+            out.append(jnp.einsum("bnts,bnsh->bnth", p, value[:, :, :end]))
+        heads = jnp.concatenate(out, axis=2) if len(out) > 1 else out[0]
+        return shard(heads.swapaxes(1, 2), "batch", "replicated", "heads", "head_dim")
+
+    def absorbed(self, query: Query, keys: jax.Array, visible: jax.Array) -> jax.Array:
+        """Attention in the latent space: MQA with key width R + rope and value width R.
+
+        Args:
+          query: of T new tokens, whose own latents are already among the keys.
+          keys: [B, S, R + rope].
+          visible: bool [B, T, S].
+        Returns:
+          [B, T, N, v].
+        """
+        b, t, n, _ = query.nope.shape
+        r = self.config.kv_lora_rank
+        q_latent = jnp.einsum("btnh,nhr->btnr", query.nope, self.k_up[...])
+        q = jnp.concatenate([q_latent, query.rope], axis=-1)
+        q = q.reshape(b, t * n, -1) * jnp.asarray(softmax_scale(self.config), q.dtype)
+        score = jnp.einsum("bqc,bsc->bqs", q, keys, preferred_element_type=jnp.float32)
+        score = jnp.where(visible[:, :, None, :], score.reshape(b, t, n, -1), -jnp.inf)
+        p = _softmax(score).astype(keys.dtype).reshape(b, t * n, -1)
+        latent = jnp.einsum("bqs,bsc->bqc", p, keys[..., :r]).reshape(b, t, n, r)
+        return jnp.einsum("btnr,nhr->btnh", latent, self.v_up[...])
+
+
+def _softmax(score: jax.Array) -> jax.Array:
+    """Softmax over the last axis in float32; a row that sees no key gives zeros, not NaN, also in its gradient."""
+    top = jax.lax.stop_gradient(jnp.max(score, axis=-1, keepdims=True))
+    e = jnp.exp(score - jnp.where(jnp.isfinite(top), top, 0.0))
+    total = e.sum(axis=-1, keepdims=True)
+    return e / jnp.where(total > 0, total, 1.0)
+
+
+def _visible(
+    start: int, stop: int, n_context: int, context_length: jax.Array | None, segments: jax.Array | None
+) -> jax.Array:
+    """Mask [B or 1, 1, stop - start, n_context + stop] of a block of queries over context and new tokens."""
+    query = jnp.arange(start, stop)[:, None]
+    causal = (jnp.arange(stop) <= query)[None]  # [1, t, stop]
+    if segments is not None:
+        causal = causal & (segments[:, start:stop, None] == segments[:, None, :stop])
+    if context_length is None:
+        return causal[:, None]
+    live = jnp.arange(n_context) < context_length[:, None, None]  # [B, 1, n_context]
+    live = jnp.broadcast_to(live, (live.shape[0], stop - start, n_context))
+    causal = jnp.broadcast_to(causal, (live.shape[0], *causal.shape[1:]))
+    return jnp.concatenate([live, causal], axis=-1)[:, None]

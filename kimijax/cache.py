@@ -1,0 +1,96 @@
+"""The latent cache: pages on the device, and the dense window that a decoding program works on.
+
+A page holds PAGE_SIZE tokens of one layer, [R + rope] values each: the normed latent and the rotated key. A block table
+row lists a request's pages in order, padded with -1. JAX wraps index -1 to the last row on reads and drops writes out
+of range, so -1 never reaches an index here: reads of padding are clamped and masked by length, writes of padding go
+to an index past the end and are dropped.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from .config import TargetConfig
+
+PAGE_SIZE = 64
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedCache:
+    """Latents of all requests, one array a layer: a stacked array would be copied layer by layer by XLA."""
+
+    layers: tuple[jax.Array, ...]  # L arrays [P, page, R + rope]
+
+    @staticmethod
+    def create(config: TargetConfig, n_pages: int, page_size: int, dtype: jnp.dtype) -> "PagedCache":
+        shape = (n_pages, page_size, config.latent_dim)
+        return PagedCache(tuple(jnp.zeros(shape, dtype) for _ in range(config.n_layers)))
+
+    @property
+    def n_pages(self) -> int:
+        return self.layers[0].shape[0]
+
+    @property
+    def page_size(self) -> int:
+        return self.layers[0].shape[1]
+
+    def read(self, table: jax.Array) -> "Window":
+        """The pages of `table` int32 [B, n] as dense rows [B, n * page, R + rope]; rows of padding hold anything."""
+        safe = jnp.clip(table, 0, self.n_pages - 1)
+
+        def rows(pages: jax.Array) -> jax.Array:
+            return pages[safe].reshape(table.shape[0], -1, pages.shape[-1])
+
+        return Window(tuple(rows(pages) for pages in self.layers))
+
+    def write(self, rows: tuple[jax.Array, ...], table: jax.Array, positions: jax.Array) -> "PagedCache":
+        """Store new latents.
+
+        Args:
+          rows: L arrays [B, T, R + rope].
+          table: int32 [B, n] pages of each row, padded with -1.
+          positions: int32 [B, T]; a negative position, or one whose page is padding, is not written.
+        """
+        page, offset = positions // self.page_size, positions % self.page_size
+        index = jnp.take_along_axis(table, jnp.clip(page, 0, table.shape[1] - 1), axis=1)
+        live = (positions >= 0) & (page < table.shape[1]) & (index >= 0)
+        index = jnp.where(live, index, self.n_pages)  # past the end: dropped
+
+        def store(pages: jax.Array, new: jax.Array) -> jax.Array:
+            return pages.at[index, offset].set(new.astype(pages.dtype), mode="drop")
+
+        return PagedCache(tuple(store(p, r) for p, r in zip(self.layers, rows, strict=True)))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Window:
+    """A batch's cached latents laid out densely: position s of row b at [b, s]."""
+
+    layers: tuple[jax.Array, ...]  # L arrays [B, S, R + rope]
+
+    @property
+    def length(self) -> int:
+        return self.layers[0].shape[1]
+
+    def store(self, layer: int, new: jax.Array, start: jax.Array) -> "Window":
+        """Write `new` [B, T, R + rope] of one layer at positions start[b] ... start[b] + T - 1.
+
+        The caller keeps start + T within the window; `dynamic_update_slice` would shift a block that sticks out.
+        """
+        rows = self.layers[layer]
+        new = new.astype(rows.dtype)
+        if rows.shape[0] == 1:
+            rows = jax.lax.dynamic_update_slice(rows, new, (0, start[0], 0))
+        else:
+            index = start[:, None] + jnp.arange(new.shape[1], dtype=start.dtype)
+            rows = rows.at[jnp.arange(rows.shape[0])[:, None], index].set(new, mode="drop")
+        return dataclasses.replace(self, layers=(*self.layers[:layer], rows, *self.layers[layer + 1 :]))
+
+    def take(self, positions: jax.Array) -> tuple[jax.Array, ...]:
+        """L arrays [B, T, R + rope] at int32 positions [B, T]; positions are clamped into the window."""
+        index = jnp.clip(positions, 0, self.length - 1)[..., None]
+        return tuple(jnp.take_along_axis(rows, index, axis=1) for rows in self.layers)

@@ -1,0 +1,57 @@
+"""The pieces every layer is made of: declared parameters, the linear product, RMSNorm, the gated MLP."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .sharding import shard
+
+
+def declare(
+    shape: tuple[int, ...], dtype: jnp.dtype, axes: tuple[str, ...], *, mean: float = 0.0, std: float | None = None
+) -> nnx.Param:
+    """A parameter before it exists: shape, dtype, logical axes, and the normal distribution of a fresh one.
+
+    `std` defaults to (size of the last axis) ** -0.5, the inverse root of the fan-in.
+    """
+    if len(shape) != len(axes):
+        raise ValueError(f"shape {shape} and axes {axes} differ in length")
+    std = shape[-1] ** -0.5 if std is None else std
+    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, mean=mean, std=std)
+
+
+def declare_norm(width: int, dtype: jnp.dtype, axis: str = "hidden") -> nnx.Param:
+    """The weight of an RMSNorm; a fresh one is all ones."""
+    return declare((width,), dtype, (axis,), mean=1.0, std=0.0)
+
+
+def linear(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [..., D] times w [*F, D] transposed: [..., *F], in x's dtype.
+
+    A single row is multiplied as a vector: XLA's CPU matrix-vector product streams the weights at memory speed, its
+    one-row matrix product does not.
+    """
+    flat = w.reshape(-1, w.shape[-1])
+    rows = x.size // x.shape[-1]
+    out = (flat @ x.reshape(-1)) if rows == 1 else jnp.einsum("...d,fd->...f", x, flat)
+    return out.reshape(*x.shape[:-1], *w.shape[:-1])
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis, statistics in float32, cast back before the weight is applied."""
+    f = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(f * f, axis=-1, keepdims=True) + jnp.float32(eps))
+    return (f * scale).astype(x.dtype) * weight.astype(x.dtype)
+
+
+class MLP(nnx.Module):
+    """down(silu(gate x) * up x), the gate and up matrices in one array [2, F, D]."""
+
+    def __init__(self, hidden: int, width: int, dtype: jnp.dtype) -> None:
+        self.gate_up = declare((2, width, hidden), dtype, ("gate_up", "ffn", "hidden"))
+        self.down = declare((hidden, width), dtype, ("hidden", "ffn"))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] to [B, T, D]."""
+        gate_up = shard(linear(x, self.gate_up[...]), "batch", "replicated", "gate_up", "ffn")
+        return linear(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], self.down[...])

@@ -1,0 +1,224 @@
+"""The target model: a DeepSeek-V3-style decoder with latent attention and routed experts.
+
+Axis letters, here and everywhere: B batch rows, T query tokens, S cached tokens, D width, N heads, H head dim, R latent
+rank, E experts, K experts chosen, F expert width, V vocabulary, L layers, P pages, G quantisation groups.
+
+Tap i is the residual stream entering decoder layer i, before any norm: 0 is the embedding's output, L what enters the
+final norm. Every program (forward, prefill, decode) takes its taps from the same loop over the layers.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from .attention import MLA, Query
+from .cache import Window
+from .config import Int4Config, TargetConfig
+from .layers import MLP, declare, declare_norm, linear, rms_norm
+from .moe import MoE, Routing
+from .rope import rotation
+from .sharding import shard
+
+Attend = Callable[[int, MLA, Query, jax.Array], jax.Array]  # (layer, projections, query, latents) -> [B, T, N, v]
+
+
+class Layer(nnx.Module):
+    """h += attention(norm(h)); h += mlp(norm(h))."""
+
+    def __init__(self, config: TargetConfig, index: int, dtype: jnp.dtype, int4_group: int | None) -> None:
+        self.config = config
+        self.input_norm = declare_norm(config.hidden, dtype)
+        self.attention = MLA(config, dtype)
+        self.post_norm = declare_norm(config.hidden, dtype)
+        if config.moe is not None and config.is_moe_layer(index):
+            self.mlp = MoE(config.hidden, config.moe, dtype, int4_group)
+        else:
+            self.mlp = MLP(config.hidden, config.dense_width, dtype)
+
+
+class Hidden(NamedTuple):
+    """What the stack of layers returns."""
+
+    last: jax.Array  # [B, T, D], tap L: the residual stream before the final norm
+    taps: dict[int, jax.Array]  # tap -> [B, T, D]
+    routing: tuple[Routing, ...]  # one a MoE layer, rows are B*T
+
+
+class Output(NamedTuple):
+    """What `Target.__call__` returns."""
+
+    logits: jax.Array  # [B, T, V] float32
+    taps: dict[int, jax.Array]
+    routing: tuple[Routing, ...]
+
+
+class Target(nnx.Module):
+    """The decoder. Declared abstractly by `declare_target`, then filled by a loader or by `initialise`."""
+
+    def __init__(self, config: TargetConfig, dtype: jnp.dtype, int4_group: int | None) -> None:
+        self.config = config
+        self.embed = declare((config.vocab_size, config.hidden), dtype, ("vocab", "hidden"), std=1.0)
+        self.layers = nnx.List([Layer(config, i, dtype, int4_group) for i in range(config.n_layers)])
+        self.norm = declare_norm(config.hidden, dtype)
+        self.lm_head = declare((config.vocab_size, config.hidden), dtype, ("vocab", "hidden"))
+
+    def __call__(
+        self,
+        ids: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        taps: Sequence[int] = (),
+        experts: str = "reference",
+    ) -> Output:
+        """Logits of whole sequences without a cache.
+
+        Args:
+          ids: int32 [B, T].
+          positions: int32 [B, T]; default 0 ... T-1.
+          segments: int32 [B, T], documents packed into one row; default one document a row.
+          taps: which residual streams to return.
+          experts: implementation of the expert product.
+        """
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+
+        def attend(layer: int, mla: MLA, query: Query, latents: jax.Array) -> jax.Array:
+            return mla.expanded(query, latents, segments=segments)
+
+        hidden = self.run(ids, positions, attend, taps, experts)
+        return Output(self.logits(hidden.last), hidden.taps, hidden.routing)
+
+    def prefill(
+        self,
+        ids: jax.Array,
+        start: jax.Array,
+        context: Window | None,
+        *,
+        taps: Sequence[int] = (),
+        experts: str = "reference",
+    ) -> tuple[Hidden, tuple[jax.Array, ...]]:
+        """A chunk of prompt in expanded form.
+
+        Args:
+          ids: int32 [B, T]; padding after a row's tokens is harmless: nothing before it can see it.
+          start: int32 [B], tokens already cached for each row.
+          context: their latents, or None where every start is 0.
+        Returns:
+          The hidden state, and the chunk's latents: L arrays [B, T, R + rope].
+        """
+        positions = start[:, None] + jnp.arange(ids.shape[1], dtype=jnp.int32)
+        new: list[jax.Array] = []
+
+        def attend(layer: int, mla: MLA, query: Query, latents: jax.Array) -> jax.Array:
+            new.append(latents)
+            if context is None:
+                return mla.expanded(query, latents)
+            return mla.expanded(query, latents, context.layers[layer].astype(latents.dtype), start)
+
+        return self.run(ids, positions, attend, taps, experts), tuple(new)
+
+    def decode(
+        self,
+        ids: jax.Array,
+        start: jax.Array,
+        window: Window,
+        *,
+        taps: Sequence[int] = (),
+        experts: str = "reference",
+    ) -> tuple[Hidden, Window]:
+        """T new tokens per row in weight-absorbed form, each seeing the cached tokens and its predecessors.
+
+        Args:
+          ids: int32 [B, T].
+          start: int32 [B], tokens already in the window; start + T must fit into it.
+          window: cached latents; returned with the new tokens' latents stored.
+        """
+        t = ids.shape[1]
+        positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)
+        visible = jnp.arange(window.length, dtype=jnp.int32) <= positions[..., None]  # [B, T, S]
+
+        def attend(layer: int, mla: MLA, query: Query, latents: jax.Array) -> jax.Array:
+            nonlocal window
+            window = window.store(layer, latents, start)
+            return mla.absorbed(query, window.layers[layer].astype(latents.dtype), visible)
+
+        hidden = self.run(ids, positions, attend, taps, experts)
+        return hidden, window
+
+    def run(
+        self, ids: jax.Array, positions: jax.Array, attend: Attend, taps: Sequence[int], experts: str
+    ) -> Hidden:
+        """Embedding and all layers; the one loop that every program shares."""
+        check_taps(taps, self.config)
+        h = shard(self.embed[...][ids], "batch", "replicated", "hidden")
+        cos, sin = rotation(positions, self.config)
+        found: dict[int, jax.Array] = {}
+        routing: list[Routing] = []
+        eps = self.config.norm_eps
+        for i, layer in enumerate(self.layers):
+            if i in taps:
+                found[i] = h
+            with jax.named_scope(f"layer_{i}"):
+                x = rms_norm(h, layer.input_norm[...], eps)
+                query, latents = layer.attention.queries(x, cos, sin), layer.attention.latents(x, cos, sin)
+                h = h + layer.attention.output(attend(i, layer.attention, query, latents))
+                x = rms_norm(h, layer.post_norm[...], eps)
+                if isinstance(layer.mlp, MoE):
+                    y, chosen = layer.mlp(x, experts)
+                    routing.append(chosen)
+                else:
+                    y = layer.mlp(x)
+                h = shard(h + y, "batch", "replicated", "hidden")
+        if self.config.n_layers in taps:
+            found[self.config.n_layers] = h
+        return Hidden(h, found, tuple(routing))
+
+    def logits(self, h: jax.Array) -> jax.Array:
+        """Final norm and head: h [B, T, D] (tap L) to float32 [B, T, V]."""
+        x = rms_norm(h, self.norm[...], self.config.norm_eps)
+        return shard(linear(x, self.lm_head[...]).astype(jnp.float32), "batch", "replicated", "vocab")
+
+
+def check_taps(taps: Sequence[int], config: TargetConfig) -> None:
+    """Refuse taps that no layer has.
+
+    Raises:
+      ValueError: names the tap and the range.
+    """
+    for tap in taps:
+        if not 0 <= tap <= config.n_layers:
+            raise ValueError(f"tap {tap}: expected 0 (embedding) to {config.n_layers} (before the final norm)")
+
+
+def declare_target(config: TargetConfig, *, dtype: jnp.dtype, int4: bool) -> Target:
+    """The model as shapes, dtypes and logical axes; nothing is allocated.
+
+    Args:
+      config: the model.
+      dtype: of all weights but the router bias (float32) and INT4 experts.
+      int4: keep the routed experts as INT4 words and scales; needs `config.quantization` to be INT4.
+    """
+    group = config.quantization.group_size if isinstance(config.quantization, Int4Config) else None
+    if int4 and group is None:
+        raise ValueError(f"int4: the config declares quantization {config.quantization!r}, expected INT4 experts")
+    return Target(config, jnp.dtype(dtype), group if int4 else None)
+
+
+def initialise(target: Target, seed: int) -> Target:
+    """Fill a float declaration with fresh weights, for training from scratch."""
+    graph, state = nnx.split(target)
+    flat = nnx.to_flat_state(state)
+    rng = np.random.default_rng(seed)
+
+    def draw(param: nnx.Param) -> nnx.Param:
+        struct, meta = param.get_value(), param.get_metadata()
+        noise = rng.standard_normal(struct.shape, dtype=np.float32) * np.float32(meta["std"])
+        return param.replace(jnp.asarray(noise + np.float32(meta["mean"]), struct.dtype))
+
+    filled = [(path, draw(param)) for path, param in flat]
+    return nnx.merge(graph, nnx.from_flat_state(filled))

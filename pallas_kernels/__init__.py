@@ -1,0 +1,11 @@
+"""Operations with a `jax.numpy` reference and Pallas kernels of the same signature.
+
+This folder imports jax and nothing of kimijax; `kimijax` uses only the names that this module exports.
+"""
+
+# In a checkout this folder can be reached as `pallas_kernels` too; a second copy of every op under that name would
+# follow, with its own registry of implementations.
+if __name__ == "pallas_kernels":
+    raise ImportError("import kimijax.pallas_kernels, not pallas_kernels")
+
+from .experts import experts as experts

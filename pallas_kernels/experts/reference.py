@@ -1,0 +1,166 @@
+"""jax.numpy implementations of the experts op. Letters: T tokens, K chosen, E experts, D width, F expert width."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+ROW_MAP_LIMIT = 16  # (token, slot) rows up to which one product per row beats grouping rows by expert on a CPU
+CAPACITY_FACTOR = 1.5
+
+
+def unpack(words: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """INT4 words [..., N / 8] (offset 8, low nibble first) times group scales [..., N / group], as `dtype` [..., N].
+
+    The product q * scale is rounded to bf16, as the checkpoint's reference dequantisation does.
+    """
+    shifts = jnp.arange(8, dtype=jnp.int32) * 4
+    q = ((words[..., None] >> shifts) & 0xF) - 8  # [..., N/8, 8]
+    groups = q.reshape(*scale.shape, -1)  # [..., N/group, group]
+    w = groups.astype(jnp.bfloat16) * scale[..., None].astype(jnp.bfloat16)
+    return w.reshape(*words.shape[:-1], -1).astype(dtype)
+
+
+def _expert(weights: jax.Array, scale: jax.Array | None, e: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    one = lax.dynamic_index_in_dim(weights, e, keepdims=False)
+    if scale is None:
+        return one
+    return unpack(one, lax.dynamic_index_in_dim(scale, e, keepdims=False), dtype)
+
+
+def _gated(h: jax.Array) -> jax.Array:
+    """[..., 2, F] to [..., F]."""
+    return jax.nn.silu(h[..., 0, :]) * h[..., 1, :]
+
+
+def reference(
+    x: jax.Array,
+    chosen: jax.Array,
+    weights: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    gate_up_scale: jax.Array | None,
+    down_scale: jax.Array | None,
+) -> jax.Array:
+    """See `experts`. Row map for at most ROW_MAP_LIMIT (token, slot) rows, expert loop beyond."""
+    form = _row_map if chosen.size <= ROW_MAP_LIMIT else _expert_loop
+    return form(x, chosen, weights, gate_up, down, gate_up_scale, down_scale)
+
+
+def _row_map(x, chosen, weights, gate_up, down, gate_up_scale, down_scale) -> jax.Array:
+    k = chosen.shape[1]
+
+    def row(r: jax.Array) -> jax.Array:
+        e, t = chosen.reshape(-1)[r], r // k
+        up = _expert(gate_up, gate_up_scale, e, x.dtype)  # [2, F, D]
+        h = up.reshape(-1, up.shape[-1]) @ lax.dynamic_index_in_dim(x, t, keepdims=False)  # [2 * F]
+        return (_expert(down, down_scale, e, x.dtype) @ _gated(h.reshape(2, -1))).astype(jnp.float32)
+
+    rows = lax.map(row, jnp.arange(chosen.size, dtype=jnp.int32)).reshape(*chosen.shape, -1)
+    return jnp.einsum("tkd,tk->td", rows, weights).astype(x.dtype)
+
+
+def _block_rows(n_rows: int, n_experts: int) -> int:
+    """Rows per block: a power of two near the mean rows per expert, 16 to 128."""
+    mean = max(1, n_rows // n_experts)
+    return min(128, max(16, 1 << (mean - 1).bit_length()))
+
+
+def _expert_loop(x, chosen, weights, gate_up, down, gate_up_scale, down_scale) -> jax.Array:
+    """Rows sorted by expert, cut into blocks of one expert each; the loop runs over the blocks that exist."""
+    n_rows, n_experts = chosen.size, gate_up.shape[0]
+    block = _block_rows(n_rows, n_experts)
+    n_blocks = n_rows // block + n_experts  # enough for any routing: each expert wastes less than one block
+    flat = chosen.reshape(-1)
+    onehot = flat[:, None] == jnp.arange(n_experts, dtype=flat.dtype)  # [T*K, E]
+    rank = jnp.take_along_axis(jnp.cumsum(onehot, axis=0, dtype=jnp.int32), flat[:, None], axis=1)[:, 0] - 1
+    counts = onehot.sum(axis=0, dtype=jnp.int32)
+    blocks_per_expert = -(-counts // block)
+    last_block = jnp.cumsum(blocks_per_expert, dtype=jnp.int32)  # [E], exclusive end of each expert's blocks
+    slot = (last_block - blocks_per_expert)[flat] * block + rank  # [T*K], place of a row in the padded order
+    token_of_slot = jnp.zeros(n_blocks * block, jnp.int32).at[slot].set(
+        jnp.arange(n_rows, dtype=jnp.int32) // chosen.shape[1], mode="promise_in_bounds", unique_indices=True
+    )
+    block_ids = jnp.arange(n_blocks, dtype=jnp.int32)
+    expert_of_block = (block_ids[:, None] >= last_block).sum(axis=1, dtype=jnp.int32)  # [n_blocks]
+
+    def step(b: jax.Array, out: jax.Array) -> jax.Array:
+        e = expert_of_block[b]
+        tokens = lax.dynamic_slice_in_dim(token_of_slot, b * block, block)
+        rows = x[tokens]  # [block, D]
+        up = _expert(gate_up, gate_up_scale, e, x.dtype)  # [2, F, D]
+        h = rows @ up.reshape(-1, up.shape[-1]).T  # [block, 2 * F]
+        y = _gated(h.reshape(block, 2, -1)) @ _expert(down, down_scale, e, x.dtype).T  # [block, D]
+        return lax.dynamic_update_slice_in_dim(out, y, b * block, 0)
+
+    padded = lax.fori_loop(0, last_block[-1], step, jnp.zeros((n_blocks * block, x.shape[1]), x.dtype))
+    rows = padded[slot].reshape(*chosen.shape, -1).astype(jnp.float32)
+    return jnp.einsum("tkd,tk->td", rows, weights).astype(x.dtype)
+
+
+def _capacity(n_rows: int, n_experts: int) -> int:
+    return min(n_rows, -(-int(n_rows * CAPACITY_FACTOR) // n_experts // 8 + 1) * 8)
+
+
+def _places(chosen: jax.Array, n_experts: int) -> tuple[jax.Array, int]:
+    """Rank of each (token, slot) row among the rows of its expert [T*K], and the capacity."""
+    flat = chosen.reshape(-1)
+    onehot = flat[:, None] == jnp.arange(n_experts, dtype=flat.dtype)
+    rank = jnp.take_along_axis(jnp.cumsum(onehot, axis=0, dtype=jnp.int32), flat[:, None], axis=1)[:, 0] - 1
+    return rank, _capacity(chosen.size, n_experts)
+
+
+def dropped_share(chosen: jax.Array, n_experts: int) -> jax.Array:
+    """Share of (token, slot) rows that `capacity` drops, float32."""
+    rank, size = _places(chosen, n_experts)
+    return (rank >= size).mean(dtype=jnp.float32)
+
+
+@jax.custom_vjp
+def _gather_rows(source: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
+    """source [n, D] at int32 `index` [m]; an index of n reads a row of zeros.
+
+    `inverse` int32 [n, j] lists where each source row went (m where nowhere), so that the gradient is a gather as
+    well: a scatter-add of rows runs one element at a time on a CPU.
+    """
+    return _with_zero_row(source)[index]
+
+
+def _with_zero_row(rows: jax.Array) -> jax.Array:
+    return jnp.concatenate([rows, jnp.zeros((1, rows.shape[1]), rows.dtype)])
+
+
+def _gather_rows_forward(source, index, inverse):
+    return _gather_rows(source, index, inverse), inverse
+
+
+def _gather_rows_backward(inverse, gradient):
+    return _with_zero_row(gradient)[inverse].sum(axis=1), None, None
+
+
+_gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
+
+
+def capacity(
+    x: jax.Array,
+    chosen: jax.Array,
+    weights: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    gate_up_scale: jax.Array | None,
+    down_scale: jax.Array | None,
+) -> jax.Array:
+    """See `experts`: CAPACITY_FACTOR times the mean rows per expert, in one batched product; the rest is dropped."""
+    if gate_up_scale is not None or down_scale is not None:
+        raise NotImplementedError("experts implementation 'capacity' trains float weights, not INT4 words")
+    n_experts, (t, k) = gate_up.shape[0], chosen.shape
+    rank, size = _places(chosen, n_experts)
+    n_slots = n_experts * size
+    slot = jnp.where(rank < size, chosen.reshape(-1) * size + rank, n_slots)  # [T*K]; n_slots where dropped
+    row_of_slot = jnp.full(n_slots, t * k, jnp.int32).at[slot].set(jnp.arange(t * k, dtype=jnp.int32), mode="drop")
+    token_of_slot = row_of_slot // k  # T where the slot is empty
+    rows = _gather_rows(x, token_of_slot, slot.reshape(t, k)).reshape(n_experts, size, -1)
+    up = gate_up.reshape(n_experts, -1, gate_up.shape[-1])  # [E, 2 * F, D]
+    h = jnp.einsum("ecd,efd->ecf", rows, up).reshape(n_experts, size, 2, -1)
+    y = jnp.einsum("ecf,edf->ecd", _gated(h), down).reshape(n_slots, -1)
+    y = _gather_rows(y, slot, row_of_slot[:, None]).reshape(t, k, -1)
+    return jnp.einsum("tkd,tk->td", y.astype(jnp.float32), weights).astype(x.dtype)

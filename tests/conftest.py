@@ -1,0 +1,45 @@
+"""What every test runs under: the CPU, eight virtual devices, strict types and ranks, reproducible examples.
+
+Warnings are errors too: `filterwarnings` in `pyproject.toml`.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+if "jax" in sys.modules:
+    raise RuntimeError(
+        "tests/conftest.py: jax is already imported, and would ignore the eight virtual devices set here"
+    )
+
+# A platform that is set already stays: `JAX_PLATFORMS=cuda python -m pytest -m gpu` runs the GPU tests.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The flag only concerns the CPU platform, and the last one given wins.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import jax
+
+# A float32 array that silently becomes float64, or bfloat16 that becomes float32, is a mistake in a model.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+# So is [D] + [B, D] where [B] was meant: axes are added by hand, where they can be read.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Derandomised: the same examples in each run, so that red means the code has changed. No deadline: the first example
+# of a jitted function pays for its compilation.
+settings.register_profile(
+    "kimijax", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("kimijax")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what lies in tests/slow and tests/gpu, so that no test there can be left without its marker."""
+    here = Path(__file__).parent
+    for item in items:
+        for folder in ("slow", "gpu"):
+            if item.path.is_relative_to(here / folder):
+                item.add_marker(folder)

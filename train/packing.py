@@ -1,0 +1,98 @@
+"""Documents packed into rows of fixed length: no document is cut unless it is longer than a row, none sees another."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+OPEN_ROWS = 32  # rows that a document may still go into; more fill better and cost more time
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Token documents, concatenated."""
+
+    tokens: np.ndarray  # uint16 [n]
+    mask: np.ndarray  # uint8 [n], 1 where a token is to be predicted with full weight
+    offsets: np.ndarray  # int64 [docs + 1]
+
+    @staticmethod
+    def load(folder: Path, prefix: str = "") -> "Documents":
+        """Arrays written by a corpus builder; `prefix` is "" or "heldout_"."""
+        tokens, mask, offsets = (np.load(folder / f"{prefix}{name}.npy") for name in ("tokens", "mask", "offsets"))
+        if offsets[-1] != len(tokens):
+            offsets = np.append(offsets, len(tokens))
+        if len(mask) != len(tokens) or np.any(np.diff(offsets) <= 0):
+            raise ValueError(f"{folder}: {prefix}mask and {prefix}offsets do not fit {prefix}tokens")
+        return Documents(tokens, mask, offsets)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed rows; a row predicts ids[:, 1:] from ids[:, :-1] within each document."""
+
+    ids: np.ndarray  # int32 [n, T + 1]
+    weight: np.ndarray  # float32 [n, T], loss weight of the prediction at each position; 0 across documents
+    segments: np.ndarray  # int32 [n, T], document of each input position; -1 for padding
+    positions: np.ndarray  # int32 [n, T], position within the document
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def batch(self, index: np.ndarray) -> "Rows":
+        return Rows(self.ids[index], self.weight[index], self.segments[index], self.positions[index])
+
+
+def pack(documents: Documents, row_tokens: int, prompt_weight: float, rng: np.random.Generator | None) -> Rows:
+    """Pack all documents, in the generator's order, into rows of `row_tokens` inputs.
+
+    A document goes into the fullest open row it fits; a document longer than a row is cut into rows of its own.
+    """
+    size = row_tokens + 1
+    spans = _spans(documents.offsets, size)
+    if rng is not None:
+        spans = spans[rng.permutation(len(spans))]
+    rows: list[list[tuple[int, int]]] = []
+    open_rows: list[tuple[int, int]] = []  # (tokens left, row)
+    for start, stop in spans.tolist():
+        length = stop - start
+        fits = [(left, r) for left, r in open_rows if left >= length]
+        if fits:
+            left, r = min(fits)
+            open_rows.remove((left, r))
+        else:
+            left, r = size, len(rows)
+            rows.append([])
+        rows[r].append((start, stop))
+        if left - length > 8:  # shorter documents do not exist
+            open_rows.append((left - length, r))
+        if len(open_rows) > OPEN_ROWS:
+            open_rows.remove(min(open_rows))
+    return _fill(documents, rows, size, prompt_weight)
+
+
+def _spans(offsets: np.ndarray, size: int) -> np.ndarray:
+    """[n, 2] start and stop of every document, long ones cut to `size`."""
+    out = []
+    for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        out.extend((a, min(a + size, stop)) for a in range(start, stop, size))
+    return np.asarray(out, np.int64)
+
+
+def _fill(documents: Documents, rows: list[list[tuple[int, int]]], size: int, prompt_weight: float) -> Rows:
+    n, t = len(rows), size - 1
+    ids = np.zeros((n, size), np.int32)
+    weight = np.zeros((n, size), np.float32)
+    segments = np.full((n, size), -1, np.int32)
+    positions = np.zeros((n, size), np.int32)
+    for r, spans in enumerate(rows):
+        at = 0
+        for d, (start, stop) in enumerate(spans):
+            end = at + stop - start
+            ids[r, at:end] = documents.tokens[start:stop]
+            weight[r, at:end] = np.where(documents.mask[start:stop] > 0, 1.0, prompt_weight)
+            weight[r, at] = 0.0  # nothing predicts a document's first token
+            segments[r, at:end] = d
+            positions[r, at:end] = np.arange(stop - start)
+            at = end
+    return Rows(ids, weight[:, 1:], segments[:, :t], positions[:, :t])

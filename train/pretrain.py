@@ -1,0 +1,260 @@
+"""Stage `pretrain`: train a small target from scratch, resumable at any step.
+
+The state is (parameters, optimiser state, step); the order of the data is a function of (seed, step), so that a resumed
+run sees what an uninterrupted one would have seen. In the last `decay_steps` the routed experts are rounded to INT4 in
+the forward pass (straight-through gradient), as they will be stored.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+
+from kimijax import quant
+from kimijax.config import TargetConfig
+from kimijax.model import Target, declare_target, initialise
+
+from .config import PretrainConfig
+from .optimizer import FROZEN, make_optimizer, parameter_name
+from .packing import Documents, Rows, pack
+
+
+class TrainState(NamedTuple):
+    """Everything a step reads and writes."""
+
+    params: nnx.State
+    optimizer: optax.OptState
+    step: jax.Array  # int32
+
+
+class StepMetrics(NamedTuple):
+    """Scalars of one step, on the device."""
+
+    loss: jax.Array  # weighted mean, nats a token
+    gradient_norm: jax.Array
+    max_load: jax.Array  # busiest expert's rows over the mean, worst layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """One step's rows on the device; see `packing.Rows`."""
+
+    ids: jax.Array
+    weight: jax.Array
+    segments: jax.Array
+    positions: jax.Array
+
+    @staticmethod
+    def of(rows: Rows) -> "Batch":
+        return Batch(*(jnp.asarray(a) for a in (rows.ids, rows.weight, rows.segments, rows.positions)))
+
+
+jax.tree_util.register_dataclass(Batch)
+
+
+class Pretrainer:
+    """The jitted programs of a run. `graph` is the model's static part."""
+
+    def __init__(self, target: TargetConfig, config: PretrainConfig) -> None:
+        self.config = config
+        self.graph, self._abstract = nnx.split(declare_target(target, dtype=jnp.dtype(jnp.float32), int4=False))
+        self._optimizer = make_optimizer(config)
+        self._dtype = jnp.dtype(config.compute_dtype)
+        self.step = jax.jit(self._step, donate_argnums=0, static_argnames="int4_experts")
+        self.losses = jax.jit(self._losses, static_argnames=("experts", "int4_experts"))
+
+    def create(self) -> TrainState:
+        """A fresh state."""
+        params = nnx.state(initialise(nnx.merge(self.graph, self._abstract), self.config.seed))
+        return TrainState(params, jax.jit(self._optimizer.init)(params), jnp.int32(0))
+
+    def _model(self, params: nnx.State, int4_experts: bool) -> Target:
+        def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+            if parameter_name(path) == FROZEN:
+                return x
+            x = x.astype(self._dtype)
+            return _round_to_int4(x) if int4_experts and _is_routed_expert(path) else x
+
+        return nnx.merge(self.graph, jax.tree_util.tree_map_with_path(cast, params))
+
+    def _losses(
+        self, params: nnx.State, batch: Batch, experts: str, int4_experts: bool
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Negative log-likelihood [B, T] in nats, and the rows of each expert per MoE layer, [E] each."""
+        model = self._model(params, int4_experts)
+        out = model(batch.ids[:, :-1], positions=batch.positions, segments=batch.segments, experts=experts)
+        nll = optax.softmax_cross_entropy_with_integer_labels(out.logits, batch.ids[:, 1:])
+        n_experts = out.routing[0].scores.shape[-1]
+        loads = [jnp.bincount(r.experts.reshape(-1), length=n_experts) for r in out.routing]
+        return nll, loads
+
+    def _step(self, state: TrainState, batch: Batch, int4_experts: bool) -> tuple[TrainState, StepMetrics]:
+        def loss(params: nnx.State) -> tuple[jax.Array, list[jax.Array]]:
+            nll, loads = self._losses(params, batch, "capacity", int4_experts)
+            return (nll * batch.weight).sum() / jnp.maximum(batch.weight.sum(), 1.0), loads
+
+        (value, loads), gradient = jax.value_and_grad(loss, has_aux=True)(state.params)
+        updates, optimizer = self._optimizer.update(gradient, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        params = _balance(params, loads, self.config.balance_rate)
+        max_load = jnp.stack([n.max() / n.astype(jnp.float32).mean() for n in loads]).max()
+        metrics = StepMetrics(value, optax.global_norm(gradient), max_load)
+        return TrainState(params, optimizer, state.step + 1), metrics
+
+
+def _is_routed_expert(path: tuple[Any, ...]) -> bool:
+    return any(isinstance(k, jax.tree_util.DictKey) and k.key == "experts" for k in path)
+
+
+def _round_to_int4(w: jax.Array) -> jax.Array:
+    """The stored value of w, with the gradient of w."""
+    stored = quant.dequantize(quant.quantize(jax.lax.stop_gradient(w)), w.dtype)
+    return w + jax.lax.stop_gradient(stored - w)
+
+
+def _balance(params: nnx.State, loads: list[jax.Array], rate: float) -> nnx.State:
+    """Move each router bias one step towards equal load (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
+    layers = iter(loads)
+
+    def move(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        if parameter_name(path) != FROZEN:
+            return x
+        load = next(layers).astype(jnp.float32)
+        return x + jnp.float32(rate) * jnp.sign(load.mean() - load)
+
+    return jax.tree_util.tree_map_with_path(move, params)
+
+
+def batches(documents: Documents, config: PretrainConfig, first_step: int) -> Iterator[Batch]:
+    """Batches from `first_step` on: every epoch packs the documents anew in an order drawn from (seed, epoch)."""
+    step, epoch = 0, 0
+    while True:
+        rows = pack(documents, config.row_tokens, config.prompt_weight, np.random.default_rng((config.seed, epoch)))
+        order = np.random.default_rng((config.seed, epoch, 1)).permutation(len(rows))
+        if len(rows) < config.rows:
+            raise ValueError(f"pretrain.rows: {config.rows} rows a step, but the corpus packs into {len(rows)} rows")
+        for start in range(0, len(rows) - config.rows + 1, config.rows):  # an epoch's last, partial step is left out
+            if step >= first_step:
+                yield Batch.of(rows.batch(order[start : start + config.rows]))
+            step += 1
+        epoch += 1
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """Loss on text that was not trained on, over full-weight tokens."""
+
+    nats_per_byte: float
+    nats_per_token: float
+
+
+def evaluate(
+    trainer: Pretrainer, params: nnx.State, documents: Documents, token_bytes: np.ndarray, *, int4: bool
+) -> HeldOut:
+    """Held-out loss with the served expert product (nothing is dropped), experts rounded to INT4 or not.
+
+    Args:
+      token_bytes: int [V], length of each token's text in bytes (0 for control tokens).
+    """
+    config = trainer.config
+    rows = pack(documents, config.row_tokens, 0.0, None)
+    nats, n_bytes, n_tokens = 0.0, 0, 0
+    for start in range(0, len(rows), config.rows):
+        index = np.arange(start, start + config.rows)
+        part = rows.batch(np.minimum(index, len(rows) - 1))
+        weight = part.weight * (index < len(rows))[:, None]
+        nll, _ = trainer.losses(params, Batch.of(part), experts="reference", int4_experts=int4)
+        nats += float((np.asarray(nll) * weight).sum())
+        n_bytes += int((token_bytes[part.ids[:, 1:]] * weight).sum())
+        n_tokens += int(weight.sum())
+    return HeldOut(nats / n_bytes, nats / n_tokens)
+
+
+def checkpoints(folder: Path) -> ocp.CheckpointManager:
+    """Atomic checkpoints of a run, the newest three kept."""
+    return ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=3))
+
+
+def run(
+    target: TargetConfig,
+    config: PretrainConfig,
+    train: Documents,
+    heldout: Documents,
+    token_bytes: np.ndarray,
+    out: Path,
+) -> TrainState:
+    """Train to `config.steps`, from the newest checkpoint in `out` if there is one.
+
+    Writes `out/checkpoints`, `out/metrics.jsonl` and TensorBoard events in `out/tensorboard`.
+    """
+    trainer = Pretrainer(target, config)
+    state = trainer.create()
+    manager = checkpoints(out / "checkpoints")
+    latest = manager.latest_step()
+    if latest is not None:
+        state = TrainState(*manager.restore(latest, args=ocp.args.StandardRestore(tuple(state))))
+        print(f"resumed at step {latest} of {config.steps}", flush=True)
+    step = int(state.step)
+    log = MetricsLog(out, step)
+    for batch in batches(train, config, step):
+        if step >= config.steps:
+            break
+        int4_experts = step >= config.steps - config.decay_steps
+        state, metrics = trainer.step(state, batch, int4_experts=int4_experts)
+        step += 1
+        if step % config.log_every == 0 or step == config.steps:
+            log.step(step, config, metrics, batch)
+        if step % config.eval_every == 0 or step == config.steps:
+            for name, int4 in (("float", False), ("int4", True)):
+                held = evaluate(trainer, state.params, heldout, token_bytes, int4=int4)
+                log.write(step, {f"heldout_{name}/{k}": v for k, v in dataclasses.asdict(held).items()})
+        if step % config.save_every == 0 or step == config.steps:
+            manager.save(step, args=ocp.args.StandardSave(tuple(state)))
+    manager.wait_until_finished()
+    manager.close()
+    log.close()
+    return state
+
+
+class MetricsLog:
+    """One line a report to the terminal, to `metrics.jsonl` and to TensorBoard."""
+
+    def __init__(self, out: Path, step: int) -> None:
+        from tensorboardX import SummaryWriter  # imported here: it takes a second that no other stage needs
+
+        out.mkdir(parents=True, exist_ok=True)
+        self._file = (out / "metrics.jsonl").open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step)
+        self._last = (time.monotonic(), step)
+
+    def step(self, step: int, config: PretrainConfig, metrics: StepMetrics, batch: Batch) -> None:
+        """Report a training step; refuses to go on from a loss that is not finite."""
+        values = {name: float(v) for name, v in metrics._asdict().items()}
+        if not np.isfinite(values["loss"]):
+            raise FloatingPointError(f"step {step}: loss {values['loss']}; lower the learning rate and resume")
+        now, last_step = time.monotonic(), self._last[1]
+        elapsed = now - self._last[0]
+        tokens = (step - last_step) * config.rows * config.row_tokens
+        left = (config.steps - step) * elapsed / max(1, step - last_step)
+        self._last = (now, step)
+        self.write(step, {**values, "tokens_per_second": tokens / elapsed, "minutes_left": left / 60})
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+        print(f"step {step}  " + "  ".join(f"{k} {v:.4g}" for k, v in values.items()), flush=True)
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
