@@ -1,11 +1,12 @@
 """How fast a checkpoint loads, against `cat` of the same files, and how much memory that takes. Prints JSON.
 
-    python benchmarks/load.py                      # 1 GB, INT4 experts, one CPU device
-    python benchmarks/load.py --devices 8          # the same, tensor-parallel over eight virtual devices
-    python benchmarks/load.py --form bf16 --dtype float32 --cold
+    python -m benchmarks.load                      # 1 GB, INT4 experts, one CPU device
+    python -m benchmarks.load --devices 8          # the same, tensor-parallel over eight virtual devices
+    python -m benchmarks.load --form bf16 --dtype float32 --cold
 
-A random checkpoint of Kimi-K2.5's architecture is written once to a temporary directory. Each load runs in a process of
-its own and takes turns with `cat`. `peak_over_kept` is (peak resident memory while loading - resident memory before
+Run from the root of the repository, on Linux. A random checkpoint of Kimi-K2.5's architecture is written once to a temporary directory. Each load runs in a process of
+its own and takes turns with `cat` and with a plain read of the same files into fresh memory: `cat` reuses one buffer
+that stays in the processor's cache, a load has to touch new memory for every byte. `peak_over_kept` is (peak resident memory while loading - resident memory before
 it) / bytes of the arrays that were loaded; 1.0 is the least there can be.
 """
 
@@ -20,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
 HIDDEN, EXPERT_WIDTH, N_EXPERTS, VOCABULARY = 2048, 1024, 32, 16384
 
 
@@ -128,17 +130,27 @@ def drop_cache(files: list[Path]) -> None:
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def read_all(files: list[Path]) -> float:
+    """Seconds to read the files into new memory, one after the other."""
+    start = time.perf_counter()
+    kept = [f.read_bytes() for f in files]
+    seconds = time.perf_counter() - start
+    del kept
+    return seconds
+
+
 def compare(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """`cat` and load in turns."""
+    """`cat`, a plain read and a load in turns."""
     files = sorted(directory.glob("*.safetensors"))
     size = sum(f.stat().st_size for f in files)
     flags = f"--xla_force_host_platform_device_count={args.devices}"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(Path(__file__).parents[1])}
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     options = ["--threads", str(args.threads), "--dtype", args.dtype, "--devices", str(args.devices)]
-    child = [sys.executable, __file__, "--child", str(directory), *options]
+    child = [sys.executable, "-m", "benchmarks.load", "--child", str(directory), *options]
     if args.unpack_int4:
         child.append("--unpack-int4")
     cats: list[float] = []
+    reads: list[float] = []
     loads: list[dict[str, float]] = []
     for _ in range(args.repeat):
         if args.cold:
@@ -149,7 +161,10 @@ def compare(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         cats.append(time.perf_counter() - start)
         if args.cold:
             drop_cache(files)
-        out = subprocess.run(child, env=env, stdout=subprocess.PIPE, check=True).stdout
+        reads.append(read_all(files))
+        if args.cold:
+            drop_cache(files)
+        out = subprocess.run(child, env=env, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
         loads.append(json.loads(out))
     seconds = statistics.median(r["seconds"] for r in loads)
     peak, kept = max(r["peak_bytes"] for r in loads), loads[0]["kept_bytes"]
@@ -162,6 +177,7 @@ def compare(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "cold": args.cold,
         "file_bytes": size,
         "cat_gb_per_s": round(size / 1e9 / statistics.median(cats), 3),
+        "read_gb_per_s": round(size / 1e9 / statistics.median(reads), 3),
         "load_gb_per_s": round(size / 1e9 / seconds, 3),
         "kept_bytes": kept,
         "peak_bytes": peak,

@@ -143,13 +143,12 @@ def _visible(
     start: int, stop: int, n_context: int, context_length: jax.Array | None, segments: jax.Array | None
 ) -> jax.Array:
     """Mask [B or 1, 1, stop - start, n_context + stop] of a block of queries over context and new tokens."""
-    query = jnp.arange(start, stop)[:, None]
-    causal = (jnp.arange(stop) <= query)[None]  # [1, t, stop]
+    causal = (jnp.arange(stop)[None] <= jnp.arange(start, stop)[:, None])[None]  # [1, t, stop]
     if segments is not None:
         causal = causal & (segments[:, start:stop, None] == segments[:, None, :stop])
     if context_length is None:
         return causal[:, None]
-    live = jnp.arange(n_context) < context_length[:, None, None]  # [B, 1, n_context]
+    live = jnp.arange(n_context)[None, None] < context_length[:, None, None]  # [B, 1, n_context]
     live = jnp.broadcast_to(live, (live.shape[0], stop - start, n_context))
     causal = jnp.broadcast_to(causal, (live.shape[0], *causal.shape[1:]))
     return jnp.concatenate([live, causal], axis=-1)[:, None]

@@ -86,7 +86,7 @@ class Window:
         if rows.shape[0] == 1:
             rows = jax.lax.dynamic_update_slice(rows, new, (0, start[0], 0))
         else:
-            index = start[:, None] + jnp.arange(new.shape[1], dtype=start.dtype)
+            index = start[:, None] + jnp.arange(new.shape[1], dtype=start.dtype)[None]
             rows = rows.at[jnp.arange(rows.shape[0])[:, None], index].set(new, mode="drop")
         return dataclasses.replace(self, layers=(*self.layers[:layer], rows, *self.layers[layer + 1 :]))
 

@@ -34,7 +34,6 @@ from .tool_schema import declare_tools, sorted_tool
 _OWN_VARIABLES = ("messages", "tools", "tools_ts_str", "add_generation_prompt", "thinking")
 _TOKEN_VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _CALL_MARK = "<|tool_call_begin|>"
-_GLOBALS = ("raise_exception", "strftime_now")
 
 # Supplementary private-use planes, in blocks; the first block whose characters occur nowhere in a request is used.
 _PRIVATE_BLOCKS = range(0xF0000, 0x10FF00, 0x100)
@@ -111,7 +110,7 @@ class ChatTemplate:
         env = _environment()
         try:
             self._template = env.from_string(source)
-            self.variables = frozenset(jinja2.meta.find_undeclared_variables(env.parse(source))) - set(_GLOBALS)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(env.parse(source)))
         except jinja2.TemplateSyntaxError as e:
             raise TemplateError(f"chat template, line {e.lineno}: {e.message}") from e
         self._source = source
@@ -270,9 +269,9 @@ class ChatTemplate:
     def _assistant_spans(self, ids: Sequence[int], expected: int) -> tuple[tuple[int, int], ...]:
         """Token ranges of assistant bodies; control tokens are the template's own, so looking for them is exact."""
         marks = [self._tokenizer.special_ids.get(f"<|im_{name}|>") for name in ("assistant", "middle", "end")]
-        if None in marks:
-            return ()
         turn, middle, end = marks
+        if turn is None or middle is None or end is None:
+            return ()
         spans: list[tuple[int, int]] = []
         inside = False
         start: int | None = None

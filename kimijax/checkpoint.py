@@ -24,14 +24,14 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from .checkpoint_reader import Leaf, Source, read_leaves
 from .checkpoint_writer import save
 from .config import Fp8BlockConfig, Int4Config, TargetConfig
-from .errors import CheckpointError
+from .errors import CheckpointError, ConfigError
 from .model import Target, declare_target
 from .names import WRAPPER_PREFIX, Path, Piece, name_table, parameters, skip_reason
 from .quant import GROUP_SIZE, NIBBLES_PER_WORD, Rounding
 from .safetensors_io import DTYPES, INDEX_FILE, FilePool, TensorInfo, read_header
 from .sharding import named_sharding
 
-__all__ = ["CheckpointIndex", "Kind", "inspect", "load", "resolve", "save"]
+__all__ = ["CheckpointIndex", "Kind", "inspect", "load", "resolve", "save", "with_int4"]
 
 Kind = Literal["int4", "fp8", "plain"]
 
@@ -178,18 +178,20 @@ def load(
       directory: safetensors files in Hugging Face's layout, with or without the `language_model.` prefix.
       config: the model, from the same directory.
       mesh: where the parameters go, by `kimijax.sharding`; None: the first device.
-      dtype: bf16 or f32, of every float parameter.
+      dtype: bf16 or f32, of every float parameter but the router's correction bias.
       unpack_int4: dequantise the routed experts to `dtype`, one row block after the other.
       rounding: of that dequantisation, see `quant.dequantize_words`.
       progress: show GB, GB/s and time left on stderr.
       threads: readers at work at the same time.
     Raises:
+      ConfigError: another dtype, or a mesh that does not divide the model.
       CheckpointError: lists every tensor that is missing, superfluous, misshapen or mistyped, and every faulty file.
     """
+    if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
+        raise ConfigError("dtype", str(dtype), "bfloat16 or float32")
     index = inspect(directory)
     int4 = index.int4 and not unpack_int4
-    if int4 and config.quantization is None:  # the files decide, whatever the config says
-        config = dataclasses.replace(config, quantization=Int4Config(GROUP_SIZE))
+    config = with_int4(config) if int4 else config
     target = declare_target(config, dtype=jnp.dtype(dtype), int4=int4)
     flat = parameters(target)
     leaves = resolve(index, config, {path: param.get_value() for path, param in flat.items()}, int4=int4)
@@ -198,6 +200,19 @@ def load(
     filled = [(path, param.replace(arrays[path])) for path, param in flat.items()]
     nnx.update(target, nnx.from_flat_state(filled))
     return target
+
+
+def with_int4(config: TargetConfig) -> TargetConfig:
+    """The config of files whose routed experts are INT4: the files decide, also where the config says nothing of it.
+
+    Raises:
+      CheckpointError: the config declares another quantisation.
+    """
+    if config.quantization is None:
+        return dataclasses.replace(config, quantization=Int4Config(GROUP_SIZE))
+    if not isinstance(config.quantization, Int4Config):
+        raise CheckpointError(f"config: found {config.quantization!r}, but the files hold INT4 experts (weight_packed)")
+    return config
 
 
 def _sharding(mesh: Mesh | None, axes: tuple[str, ...], shape: tuple[int, ...]) -> Sharding:

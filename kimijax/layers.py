@@ -41,7 +41,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last axis, statistics in float32, cast back before the weight is applied."""
     f = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(f * f, axis=-1, keepdims=True) + jnp.float32(eps))
-    return (f * scale).astype(x.dtype) * weight.astype(x.dtype)
+    return (f * scale).astype(x.dtype) * weight.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 class MLP(nnx.Module):

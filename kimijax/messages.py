@@ -11,11 +11,21 @@ from .errors import RequestError
 
 # OpenAI renamed "system" to "developer"; Kimi was trained on the former name.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_JSON_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
+_MAX_DEPTH = 100  # of arguments given as an object
 _REASONING_FIELDS = ("reasoning_content", "reasoning")
 
 
 def _refuse(at: str, found: object, expected: str) -> RequestError:
     return RequestError("messages", f"{at}: found {found!r}, expected {expected}")
+
+
+def nested_deeper(value: Any, limit: int) -> bool:
+    """Whether JSON data has more than `limit` levels of lists and objects; never recurses deeper itself."""
+    if not isinstance(value, Mapping | list | tuple):
+        return False
+    inner = value.values() if isinstance(value, Mapping) else value
+    return limit <= 0 or any(nested_deeper(v, limit - 1) for v in inner)
 
 
 def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -103,6 +113,8 @@ def _call(call: Any, at: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if not isinstance(arguments, str | Mapping):
         raise _refuse(f"{at}.function.arguments", arguments, "a JSON string or an object")
+    if nested_deeper(arguments, _MAX_DEPTH):
+        raise RequestError("messages", f"{at}.function.arguments: nested deeper than {_MAX_DEPTH} levels")
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -142,7 +154,8 @@ def replaced(message: Any, table: Mapping[int, int], key_chars: frozenset[str] |
     """Copy a message or tool with every text passed through str.translate(table).
 
     Field names and the fields in `_KEPT_FIELDS` of a message, its calls and its functions stay. `key_chars` None: a
-    message, where keys inside `arguments` are text; otherwise a tool, where keys without any of these characters stay.
+    message, where keys inside `arguments` are text; otherwise a tool, where keys without any of these characters stay,
+    and so do the names of JSON types, which templates that write out schemas compare with constants.
     """
     if key_chars is not None:
         return _translated(message, table, key_chars)
@@ -161,7 +174,7 @@ def replaced(message: Any, table: Mapping[int, int], key_chars: frozenset[str] |
 
 def _translated(value: Any, table: Mapping[int, int], key_chars: frozenset[str] | None) -> Any:
     if isinstance(value, str):
-        return value.translate(table)
+        return value if key_chars is not None and value in _JSON_TYPES else value.translate(table)
     if isinstance(value, Mapping):
         keep = (lambda key: key_chars.isdisjoint(key)) if key_chars is not None else (lambda key: False)
         return {

@@ -85,7 +85,7 @@ class Target(nnx.Module):
           experts: implementation of the expert product.
         """
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+            positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None], ids.shape)
 
         def attend(layer: int, mla: MLA, query: Query, latents: jax.Array) -> jax.Array:
             return mla.expanded(query, latents, segments=segments)
@@ -111,7 +111,7 @@ class Target(nnx.Module):
         Returns:
           The hidden state, and the chunk's latents: L arrays [B, T, R + rope].
         """
-        positions = start[:, None] + jnp.arange(ids.shape[1], dtype=jnp.int32)
+        positions = start[:, None] + jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
         new: list[jax.Array] = []
 
         def attend(layer: int, mla: MLA, query: Query, latents: jax.Array) -> jax.Array:
@@ -139,8 +139,8 @@ class Target(nnx.Module):
           window: cached latents; returned with the new tokens' latents stored.
         """
         t = ids.shape[1]
-        positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)
-        visible = jnp.arange(window.length, dtype=jnp.int32) <= positions[..., None]  # [B, T, S]
+        positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
+        visible = jnp.arange(window.length, dtype=jnp.int32)[None, None] <= positions[..., None]  # [B, T, S]
 
         def attend(layer: int, mla: MLA, query: Query, latents: jax.Array) -> jax.Array:
             nonlocal window

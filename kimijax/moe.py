@@ -30,7 +30,7 @@ def route(x: jax.Array, router: jax.Array, bias: jax.Array | None, config: MoECo
     """
     logits = x.astype(jnp.float32) @ router.astype(jnp.float32).T
     scores = jax.nn.sigmoid(logits) if config.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-    choice = scores if bias is None else scores + bias
+    choice = scores if bias is None else scores + bias[None]
     if config.n_groups > 1:
         grouped = choice.reshape(-1, config.n_groups, config.n_experts // config.n_groups)
         group_score = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)

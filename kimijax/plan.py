@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from .checkpoint import CheckpointIndex, inspect
+from .checkpoint import CheckpointIndex, inspect, with_int4
 from .config import Fp8BlockConfig, Int4Config, TargetConfig, load_config, read_json
 from .errors import CheckpointError, ConfigError
 from .model import declare_target
@@ -56,7 +56,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Device:
-    """One of `devices` equal devices under tensor parallelism; the latent cache has no head axis: each holds all of it."""
+    """One of `devices` equal tensor-parallel devices. The latent cache has no head axis: each holds all of it."""
 
     devices: int
     memory_bytes: int
@@ -130,6 +130,7 @@ def make_plan(
     config, raw = load_config(path), read_json(path if path.suffix == ".json" else path / "config.json")
     index = _index(path)
     int4 = isinstance(config.quantization, Int4Config) if index is None else index.int4
+    config = with_int4(config) if int4 else config
     declared = {
         p: (param.get_value(), param.get_metadata()["axes"])
         for p, param in parameters(declare_target(config, dtype=jnp.dtype(jnp.bfloat16), int4=int4)).items()

@@ -125,10 +125,12 @@ def unpack_words[A: (jax.Array, np.ndarray)](packed: A, width: int | None = None
 
 
 def quantize_words[A: (jax.Array, np.ndarray)](w: A, group: int = GROUP_SIZE) -> tuple[A, A]:
-    """compressed-tensors' symmetric minmax rule, bit for bit.
+    """compressed-tensors' symmetric minmax rule, bit for bit for bf16 weights.
 
     scale = max|w| / 7.5 over the group, rounded to w's dtype (a group of zeros: that dtype's eps); q = clamp(round half
-    to even(w / scale), -8, 7), the quotient too rounded to w's dtype first.
+    to even(w / scale), -8, 7), the quotient too rounded to w's dtype first. XLA's float32 division may be off in the
+    last bit; a quotient of bf16 numbers is never that close to the middle between two others, so it rounds alike. For
+    f32 weights inside a jitted function the last bit of a scale, and a code at a tie, may differ from NumPy's.
 
     Args:
       w: bf16 or f32 [..., out, in]; `in` a multiple of `group`.
@@ -160,7 +162,7 @@ def dequantize_words[A: (jax.Array, np.ndarray)](
       rounding: "reference" rounds the product to the scale's dtype and then converts, as compressed-tensors and the
         serving stacks do (q * s needs up to 12 bits, so for a bf16 scale it does round). "exact" keeps the f32 product,
         which is free of error: what a kernel computes that applies the scale after an integer dot product. The two
-        differ by at most 2^-9 relative, and not at all where `dtype` is the scale's.
+        differ by less than 2^-8 relative, and not at all where `dtype` is the scale's.
     Returns:
       [..., out, in] of `dtype`.
     """

@@ -48,7 +48,8 @@ def rotation(positions: jax.Array, config: TargetConfig) -> tuple[jax.Array, jax
     The angle is the float32 product of position and frequency, as the serving stacks compute it: at 262k tokens it is
     good to about 0.016 rad, and a float64 angle would differ from theirs.
     """
-    angle = positions[..., None].astype(jnp.float32) * jnp.asarray(inverse_frequencies(config))
+    frequencies = jnp.asarray(inverse_frequencies(config)).reshape((1,) * positions.ndim + (-1,))
+    angle = positions[..., None].astype(jnp.float32) * frequencies
     gain = jnp.float32(rope_gain(config))
     return jnp.cos(angle) * gain, jnp.sin(angle) * gain
 

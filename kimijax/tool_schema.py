@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from .errors import RequestError
+from .messages import nested_deeper
 
 _INDENT = "  "
 _MAX_DEPTH = 64
@@ -65,10 +66,9 @@ def sorted_tool(tool: Any, at: str) -> dict[str, Any]:
     function = tool.get("function")
     if not isinstance(function, Mapping) or not (isinstance(function.get("name"), str) and function["name"]):
         raise RequestError("tools", f"{at}.function: expected an object with a `name`, found {function!r}")
-    try:
-        return deep_sorted(tool)
-    except (TypeError, RecursionError) as e:
-        raise RequestError("tools", f"{at}: expected JSON data with string keys, not nested too deep") from e
+    if nested_deeper(tool, 4 * _MAX_DEPTH):
+        raise RequestError("tools", f"{at}: nested deeper than {4 * _MAX_DEPTH} levels of JSON")
+    return deep_sorted(tool)
 
 
 @dataclass

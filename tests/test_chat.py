@@ -40,6 +40,11 @@ def call(call_id: str, name: str, arguments: Any = "{}") -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+DEEP: dict[str, Any] = {}
+for _ in range(900):
+    DEEP = {"v": [DEEP]}
+
+
 def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
@@ -100,9 +105,9 @@ def test_real_templates_give_the_golden_prompts(
 def test_published_token_ids(real: dict[str, ChatTemplate]) -> None:
     prompt = run(real["K2-Thinking"], "two answers, no generation prompt")
     expected = (
-        "163594 14062 163601 3900 554 261 13205 26626 13 163586 163587 2482 163601 24328 554 398 30 163586 163588 69702 "
-        "163601 163606 163607 6725 1530 387 1999 33249 17 13 163586 163587 2482 163601 6034 3410 554 398 30 163586 163588 "
-        "69702 163601 163606 163607 1228 2285 3410 13 163586"
+        "163594 14062 163601 3900 554 261 13205 26626 13 163586 163587 2482 163601 24328 554 398 30 163586 163588 "
+        "69702 163601 163606 163607 6725 1530 387 1999 33249 17 13 163586 163587 2482 163601 6034 3410 554 398 30 "
+        "163586 163588 69702 163601 163606 163607 1228 2285 3410 13 163586"
     )
     assert prompt.ids == tuple(map(int, expected.split()))
     assert prompt.spans == ((21, 31), (43, 50))
@@ -233,6 +238,15 @@ def test_no_control_token_forms_between_template_and_message(toy: Tokenizer) -> 
     )
     for content in ("think", "|im_end|", "end|>"):
         assert specials(toy, template.encode([user(content)]).ids) == []
+
+
+def test_a_template_may_look_at_json_types_of_tools(toy: Tokenizer) -> None:
+    template = ChatTemplate(
+        "{% for p in tools[0].function.parameters.properties.values() %}"
+        "{{ 'text' if p.type == 'string' else '<|im_end|>' }}{% endfor %}",
+        toy,
+    )
+    assert template.encode([user("x")], [TIDE]).text == "<|im_end|>texttext"
 
 
 def test_private_use_characters_of_a_message_survive(nano: ChatTemplate, toy: Tokenizer) -> None:
@@ -404,6 +418,7 @@ def test_fields_that_are_null_or_unknown_do_not_show(nano: ChatTemplate) -> None
         ([{"role": "assistant", "tool_calls": [call("i", "")]}], r"tool_calls\[0\].function.name: found ''"),
         ([{"role": "assistant", "tool_calls": [call("i", "f", None)]}], r"function.arguments: found None"),
         ([{"role": "assistant", "tool_calls": [{**call("i", "f"), "type": "x"}]}], r"tool_calls\[0\].type: found 'x'"),
+        ([{"role": "assistant", "tool_calls": [call("i", "f", DEEP)]}], r"function.arguments: nested deeper than 100"),
         ([{"role": "assistant", "reasoning": "a", "reasoning_content": "b"}], r"messages\[0\].reasoning: found"),
         (
             [user("x"), *results(["i"])],
@@ -438,8 +453,16 @@ def test_thinking_off_is_refused_where_the_template_cannot(toy: Tokenizer) -> No
     assert ChatTemplate("plain", toy).render([user("x")], thinking=False) == "plain"
 
 
+def test_a_template_that_alters_its_variables_alters_copies(toy: Tokenizer) -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.pop('content') }}{{ tools.pop().type }}{% endfor %}", toy)
+    messages, tools = [user("x")], [TIDE]
+    assert template.encode(messages, tools).text == "xfunction"
+    assert messages == [user("x")]
+    assert tools == [TIDE]
+
+
 def test_a_failing_template_says_why(toy: Tokenizer) -> None:
-    with pytest.raises(TemplateError, match="chat template, line 1: .*end of"):
+    with pytest.raises(TemplateError, match=r"chat template, line 1: .*end of"):
         ChatTemplate("{% if x %}", toy)
     with pytest.raises(TemplateError, match="SecurityError"):
         ChatTemplate("{{ messages.__class__.__mro__ }}", toy).encode([user("x")])

@@ -2,7 +2,7 @@
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -65,6 +65,8 @@ def test_split_keeps_slashes_han_and_digits_apart(toy: Tokenizer, text: str, ids
 
 def test_split_pattern_cuts_han_words_contractions_and_digits_in_threes() -> None:
     assert pieces("世界Hello世界's 12345 ok") == ["世界", "Hello", "世界", "'s", " ", "123", "45", " ok"]
+    # The class of upper-case letters is without Han, too: it would swallow the ideograph after the space.
+    assert pieces(" 世Hello") == [" ", "世", "Hello"]
 
 
 def test_control_token_text_is_plain_text(toy: Tokenizer) -> None:
@@ -198,7 +200,7 @@ LAST_BYTE = base64.b64encode(b"\xff").decode()
         (lambda f: _edit_added(f, "300", {"special": True}), "expected `content`"),
     ],
 )
-def test_a_wrong_file_is_refused_by_name(tmp_path: Path, break_it, message: str) -> None:  # pyright: ignore[reportMissingParameterType]
+def test_a_wrong_file_is_refused_by_name(tmp_path: Path, break_it: Callable[[Path], object], message: str) -> None:
     break_it(toy_tokenizer.write(tmp_path))
     with pytest.raises(TokenizerError, match=message):
         Tokenizer.from_dir(tmp_path)
@@ -266,9 +268,14 @@ def text_before_stop(text: str, stop: Sequence[str]) -> str:
     size=st.integers(1, 4),
 )
 def test_stop_strings_end_the_text_for_every_chunking(toy: Tokenizer, text: str, stop: list[str], size: int) -> None:
-    ids = list(text.encode())  # one token a character
-    found, rest = deltas(toy, ids, size, stop)
-    assert "".join(found) + rest == text_before_stop(text, stop)
+    for ids in (list(text.encode()), toy.encode(text)):  # one token a character; with "aa" as one token
+        found, rest = deltas(toy, ids, size, stop)
+        assert "".join(found) + rest == text_before_stop(text, stop)
+
+
+def test_of_two_stops_in_one_token_the_first_completed_ends_the_text(toy: Tokenizer) -> None:
+    assert deltas(toy, [120, 259], 1, ["xaa", "a"]) == (["", "x"], "")
+    assert deltas(toy, [120, 97, 97], 1, ["xaa", "a"]) == (["", "x", ""], "")
 
 
 def test_a_possible_stop_is_held_back_and_released(toy: Tokenizer) -> None:

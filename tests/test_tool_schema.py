@@ -169,7 +169,7 @@ def nested(depth: int) -> dict[str, Any]:
         (tool({"required": "v", "properties": {"v": {}}}), "required: found 'v', expected a list"),
         (tool({"$defs": []} | {"properties": {}, "$defs": ["x"]}), r"\$defs: found \['x'\]"),
         (tool(nested(70)), "nested deeper than 64 levels"),
-        (tool(nested(5000)), "nested too deep"),
+        (tool(nested(5000)), "nested deeper than 256 levels of JSON"),
     ],
 )
 def test_what_cannot_be_declared_is_refused_by_place(bad: Any, message: str) -> None:

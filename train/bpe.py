@@ -1,12 +1,13 @@
 """Byte-level BPE: learn merges from text and write them in tiktoken form.
 
-The algorithm is byte-pair encoding (Sennrich et al. 2016, arXiv:1508.07909) over UTF-8 bytes. Text is first cut by a split
-pattern; merges never cross a cut. Ranks 0..255 are the single bytes, rank r >= 256 is the (r - 255)-th merge learned, so
-that tiktoken's rule "merge the adjacent pair of lowest rank first" replays the training exactly.
+The algorithm is byte-pair encoding (Sennrich et al. 2016, arXiv:1508.07909) over UTF-8 bytes. Text is first cut by a
+split pattern; merges never cross a cut. Ranks 0..255 are the single bytes, rank r >= 256 is the (r - 255)-th merge
+learned, so that tiktoken's rule "merge the adjacent pair of lowest rank first" replays the training exactly.
 """
 
 import base64
 import heapq
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ N_BYTES = 256
 def count_pieces(texts: Iterable[str], pattern: str) -> Counter[bytes]:
     """Counts of the pieces into which `pattern` cuts `texts`, as UTF-8.
 
-    `pattern` must match everywhere: a piece that it leaves out would be lost silently by tiktoken, so it raises ValueError.
+    `pattern` must match everywhere: tiktoken would silently lose what it leaves out, so that raises ValueError.
     """
     # V1 gives `&&` its meaning of set intersection, as in the Rust expressions that tiktoken runs.
     splitter = regex.compile(pattern, regex.V1)
@@ -46,7 +47,7 @@ def train_bpe(pieces: Counter[bytes], n_ranks: int) -> list[bytes]:
     pair_counts: Counter[tuple[int, int]] = Counter()
     pair_words: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
     for index, (word, n) in enumerate(words):
-        for pair in zip(word, word[1:], strict=False):
+        for pair in itertools.pairwise(word):
             pair_counts[pair] += n
             pair_words[pair].add(index)
     heap = [(-n, pair) for pair, n in pair_counts.items()]
@@ -96,9 +97,9 @@ def _merge_word(
         else:
             out.append(word[position])
             position += 1
-    for old in zip(word, word[1:], strict=False):
+    for old in itertools.pairwise(word):
         pair_counts[old] -= n
-    for fresh in zip(out, out[1:], strict=False):
+    for fresh in itertools.pairwise(out):
         pair_counts[fresh] += n
         pair_words[fresh].add(index)
         # A pair whose count only fell keeps its stale, larger heap entry, which is corrected when popped.
@@ -124,10 +125,10 @@ def read_tiktoken(path: Path) -> dict[bytes, int]:
 
 
 def bpe_segment(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
-    """Encode one piece by the rule itself, without tiktoken: merge the leftmost adjacent pair of lowest rank until none is left."""
+    """Encode one piece by the rule itself, without tiktoken: merge the leftmost pair of lowest rank, repeat."""
     parts = [bytes([value]) for value in piece]
     while len(parts) > 1:
-        joined = [(ranks[a + b], i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in ranks]
+        joined = [(ranks[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in ranks]
         if not joined:
             break
         _, i = min(joined)

@@ -1,7 +1,7 @@
 """The corpus of kimi-nano: conversations about the Python standard library and short functions of its source.
 
-Sources are the running interpreter's own docstrings, signatures and source files, and the hand-written texts beside this
-module. `build` writes token ids in the chat form of Kimi-K2.5 with thinking off,
+Sources are the running interpreter's own docstrings, signatures and source files, and the hand-written texts in
+`recipes/nano/`. `build` writes token ids in the chat form of Kimi-K2.5 with thinking off,
 `<|im_user|>user<|im_middle|>Q<|im_end|><|im_assistant|>assistant<|im_middle|><think></think>A<|im_end|>`,
 and plain functions that end in `[EOS]`. For one interpreter version and one seed the output is always the same.
 """
@@ -24,7 +24,7 @@ from kimijax.tokenizer import N_SPECIAL, SPLIT_PATTERN
 
 from . import bpe
 from .nano_dialogues import all_dialogues
-from .nano_facts import SOURCE_MODULES, collect_facts, source_functions
+from .nano_facts import SOURCE_MODULES, TEXTS, collect_facts, source_functions
 from .nano_written import Dialogue, Message, program_sources
 
 # Offsets of the named special ids from the number of ranks; the same as those of Kimi-K2.5 from 163584.
@@ -56,6 +56,7 @@ SPECIAL_OFFSETS = {
 # Tokens that belong to the text of an answer: a client that hides special tokens still sees them.
 _VISIBLE = frozenset(name for name in SPECIAL_OFFSETS if "tool_call" in name or "think" in name)
 FORMAT = 1  # raise when the content of the output changes for equal inputs
+
 
 @dataclasses.dataclass(frozen=True)
 class CorpusReport:
@@ -132,12 +133,12 @@ class _Encoder:
 def build(out_dir: Path, *, seed: int = 0, n_ranks: int = 3840, code_share: float = 0.25) -> CorpusReport:
     """Write the corpus into `out_dir` (replaced as a whole) unless it already holds the result of the same inputs.
 
-    Files: `tiktoken.model`, `tokenizer_config.json`; `tokens.npy` uint16 [n], `mask.npy` uint8 [n] (1 where the loss counts),
-    `offsets.npy` int64 [documents + 1] (document i is offsets[i]:offsets[i + 1]); the same with the prefix `heldout_`;
-    `heldout.jsonl` with the held-out documents as text; `report.json`.
+    Files: `tiktoken.model`, `tokenizer_config.json`; `tokens.npy` uint16 [n], `mask.npy` uint8 [n] (1 where the loss
+    counts), `offsets.npy` int64 [documents + 1] (document i is offsets[i]:offsets[i + 1]); the same with the prefix
+    `heldout_`; `heldout.jsonl` with the held-out documents as text; `report.json`.
 
-    `code_share` is the part of the tokens that is plain source. Held out are about 2 % of the questions, whose facts the
-    training part asks in other words, and 2 % of the functions.
+    `code_share` is the part of the tokens that is plain source. Held out are about 2 % of the questions, whose facts
+    the training part asks in other words, and 2 % of the functions.
     Raises ValueError for `n_ranks` that do not fit uint16 or a `code_share` outside [0, 0.5].
     """
     if not 256 <= n_ranks <= 2**16 - N_SPECIAL:
@@ -221,10 +222,10 @@ def tokenizer_config(n_ranks: int) -> dict[str, object]:
 
 
 def _inputs_hash(seed: int, n_ranks: int, code_share: float) -> str:
-    """Hash of everything the output depends on: arguments, interpreter version and the texts and code of the builder."""
+    """Hash of everything the output depends on: arguments, interpreter version, texts and code of the builder."""
     digest = hashlib.sha256(repr((FORMAT, seed, n_ranks, code_share, platform.python_version())).encode())
     folder = Path(__file__).parent
-    for path in [folder / "bpe.py", *sorted(folder.glob("nano_*.py"))]:
+    for path in [folder / "bpe.py", *sorted(folder.glob("nano_*.py")), *sorted(TEXTS.glob("*.txt"))]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -234,7 +235,7 @@ def _finished(out_dir: Path, inputs: str) -> CorpusReport | None:
     if not path.is_file():
         return None
     row = json.loads(path.read_text())
-    if row.get("inputs") != inputs:
+    if row.get("inputs") != inputs:  # other inputs, or a report of an older format
         return None
     return CorpusReport(**{**row, "missing_modules": tuple(row["missing_modules"])})
 

@@ -7,36 +7,12 @@ arguments and of the seed.
 import dataclasses
 import random
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 
-from .nano_examples import EXAMPLES
-from .nano_examples_more import MORE_EXAMPLES
-from .nano_facts import Fact, is_self_contained
-from .nano_smalltalk import SYSTEM_PROMPTS
-from .nano_texts import MODULES, SUMMARIES
-from .nano_written import Dialogue, ask, fence, written_dialogues
-
-VERBS = frozenset(
-    "abort accept acquire add alter append apply arrange ask assert attach block bind build calculate call cancel change check "
-    "choose clear close collect combine compare compile compress compute concatenate configure connect construct convert copy "
-    "create cut decode decompress decorate decrease decrement define delete describe deserialize detach determine disable display "
-    "divide duplicate emit enable encode end enter enumerate escape evaluate exchange execute exit expand extend extract fail feed fetch "
-    "find finish flush force fork format generate get give guess handle hash import increase increment indent indicate initialize insert "
-    "invoke issue iterate join kill launch list listen load locate lock log look make map mark match measure merge mix modify move "
-    "multiply normalize notify obtain open pack pad parse partition peek perform play poll pop prepend prevent print process provide push put "
-    "query quote raise read rebuild receive recompute record recover redirect reduce register release reload remove rename "
-    "render repeat replace report request reset resolve restore resume retrieve return reverse rewind rotate round run save scan schedule "
-    "search seek select send serialize set shift show shuffle shut shutdown signal skip sleep sort split start stop store strip submit "
-    "subtract suspend swap switch take tell terminate test translate transform truncate try turn unescape unpack unquote unregister update "
-    "use validate verify wait wake walk warn wrap write yield zip".split()
-)
-# An imperative docstring goes on in the imperative: "Remove an item and return it".
-_FOLLOWING = re.compile(
-    r"(\b(?:and|or|then|but)) (return|raise|yield|close|print|convert|remove|replace|wait|update|restore|release|keep|"
-    r"decode|encode|split|join|exit|insert|delete|extract|write|read|discard|store|set|clear|start|call|add|move|try)\b(?! it\.| mode| operations| locks?\b)"
-)
-_ADVERBS = frozenset({"recursively", "repeatedly", "randomly", "asynchronously", "safely", "temporarily"})
+from .nano_english import predicate, question_phrase
+from .nano_facts import TEXTS, Fact, is_self_contained
+from .nano_written import SYSTEM_PROMPTS, Dialogue, ask, fence, read_blocks, written_dialogues
 
 WHAT = (
     "What does {n} do?",
@@ -142,72 +118,37 @@ UNKNOWN = ("What does {n} do?", "What is {n}?", "How do I use {n}?", "Explain {n
 _SYLLABLES = "ba bri cor dax fle gor hun jib kel lum mip nar oxi pru quor rez sko tav ul vex wob yan zor".split()
 
 
-def parse_examples(text: str = EXAMPLES + MORE_EXAMPLES) -> dict[str, str]:
-    """{name: doctest session} of the hand-written examples; raises ValueError on a name given twice."""
-    examples: dict[str, str] = {}
-    for block in re.split(r"\n\n(?=# )", text.strip()):
-        head, _, body = block.partition("\n")
-        name = head.removeprefix("# ").strip()
-        if name in examples:
-            raise ValueError(f"example: {name} is given twice")
-        examples[name] = body.strip("\n")
-    return examples
+@dataclasses.dataclass(frozen=True)
+class ModuleText:
+    """A line of `modules.txt`: "The `name` module `does`."; `topic` is what it is for; `main` the names to mention."""
+
+    name: str
+    does: str
+    topic: str
+    main: tuple[str, ...]
 
 
-def _third_person(verb: str) -> str:
-    if verb.endswith(("s", "sh", "ch", "x", "z")):
-        return verb + "es"
-    if verb.endswith("y") and verb[-2] not in "aeiou":
-        return verb[:-1] + "ies"
-    return verb + "s"
+def read_modules() -> dict[str, ModuleText]:
+    """{module name: its text}, in name order."""
+    rows = [line.split(" | ") for line in (TEXTS / "modules.txt").read_text().splitlines()]
+    return {name: ModuleText(name, does, topic, tuple(main.split())) for name, does, topic, main in sorted(rows)}
 
 
-_BASES = {form: verb for verb in VERBS for form in (verb, _third_person(verb))}
+def read_summaries() -> dict[str, tuple[str, str]]:
+    """{name: (signature, predicate)} of `summaries.txt`: names whose own docstring is missing, long or hard to read."""
+    summaries: dict[str, tuple[str, str]] = {}
+    for line in (TEXTS / "summaries.txt").read_text().splitlines():
+        call, _, does = line.partition(" | ")
+        name, bracket, rest = call.partition("(")
+        if name in summaries or not does:
+            raise ValueError(f"summaries.txt: found {line!r}, expected `name(signature) | predicate`, each name once")
+        summaries[name] = (bracket + rest, does)
+    return summaries
 
 
-def predicate(summary: str) -> str:
-    """The summary as what follows "`name` ": "Return the sum" -> "returns the sum"; "" when it is no such sentence."""
-    words = summary.split(" ")
-    first = words[0].lower()
-    if first == "this" and len(words) > 2 and words[1] in {"function", "method", "class"}:
-        return predicate(" ".join(words[2:]).capitalize()[0:1] + " ".join(words[2:])[1:])
-    at = 1 if first in _ADVERBS and len(words) > 1 else 0
-    verb = _BASES.get(words[at].lower().rstrip(","), "")
-    if verb:
-        comma = "," if words[at].endswith(",") else ""
-        words[at] = _third_person(verb) + comma
-        words[0] = words[0].lower() if at else words[0]
-        return _FOLLOWING.sub(lambda m: f"{m[1]} {_third_person(m[2])}", " ".join(words))
-    rest = summary[0].lower() + summary[1:]
-    if first in {"a", "an", "the", "like", "equivalent", "similar", "raised"}:
-        return f"is {rest}"
-    if first == "whether":
-        return f"tells {rest}"
-    if first == "same":
-        return f"does the {rest}"
-    if first in {"class", "decorator", "context", "mapping", "metaclass", "simple", "special", "subclass", "common", "helper"}:
-        return f"is a {rest}"
-    if first in {"base", "performance"}:
-        return f"is the {rest}" if first == "base" else ""
-    if first in {"abstract", "asynchronous", "exception", "object", "interface"}:
-        return f"is an {rest}"
-    return ""
-
-
-def question_phrase(third: str) -> str:
-    """What follows "How do I ": "returns the sum of x" -> "get the sum of x"; "" when the predicate has no verb."""
-    first, _, rest = third.partition(" ")
-    verb = _BASES.get(first, "")
-    if not verb or len(third) > 75:
-        return ""
-    if verb == "return":
-        if rest.startswith(("True if ", "True when ", "whether ", "if ")):
-            return "check whether " + re.sub(r"^(True if|True when|whether|if) ", "", re.sub(r",? (False )?otherwise$", "", rest).replace(" and False", ""))
-        return "get " + rest
-    second = rest.split(" ")
-    if len(second) > 2 and second[0] in {"and", "or"} and second[1] in _BASES:
-        rest = " ".join([second[0], _BASES[second[1]], *second[2:]])
-    return f"{verb} {rest}"
+def read_examples() -> dict[str, str]:
+    """{name: doctest session} of `examples.txt`."""
+    return {block.phrases[0]: block.code for block in read_blocks("examples", has_text=False)}
 
 
 def _list_words(names: list[str]) -> str:
@@ -217,13 +158,22 @@ def _list_words(names: list[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A fact ready to be asked about: `does` follows "`name` "; `popular` when a person wrote text for it."""
+    """A fact ready to be asked about.
+
+    `does` follows "`name` "; `call` is the name with its signature or ""; `example` a doctest session or "";
+    `tier` 2 with a hand-written example, 1 with a hand-written summary, 0 otherwise.
+    """
 
     fact: Fact
     does: str
     call: str
     example: str
-    popular: bool
+    tier: int
+
+    @property
+    def popular(self) -> bool:
+        """Whether a person wrote an example: asked about in every phrasing."""
+        return self.tier == 2
 
     @property
     def what(self) -> str:
@@ -247,30 +197,41 @@ class Entry:
         if not names:
             return f"`{self.fact.name}` takes no arguments: `{self.call}`."
         count = "one argument" if len(names) == 1 else "the arguments"
-        return f"`{self.fact.name}` takes {count} {_list_words(names[:6])}" + (" and more" if len(names) > 6 else "") + f": `{self.call}`."
+        return (
+            f"`{self.fact.name}` takes {count} {_list_words(names[:6])}"
+            + (" and more" if len(names) > 6 or "..." in self.call else "")
+            + f": `{self.call}`."
+        )
 
 
 def entries(facts: list[Fact]) -> list[Entry]:
     """Facts with their predicate and example; facts whose text gives no readable sentence are left out."""
-    examples = parse_examples()
+    examples, summaries, modules = read_examples(), read_summaries(), read_modules()
+    explained = {block.phrases[0] for block in read_blocks("errors")}
     by_name = {fact.name: fact for fact in facts}
-    for name in sorted(set(SUMMARIES) | set(examples)):
-        if name not in by_name and name in SUMMARIES:
-            module, owner = _split_name(name)
-            parameters = tuple(re.findall(r"(\w+)(?==|,|\)|$)", re.sub(r"=[^,)]*", "", SUMMARIES[name][0])))
-            by_name[name] = Fact(name, module, owner, "method" if owner else "function", "", SUMMARIES[name][0], parameters, "")
+    for name in sorted(summaries):
+        if name not in by_name:
+            module, owner = _split_name(name, modules)
+            kind = "method" if owner else "class" if name.rpartition(".")[2][0].isupper() else "function"
+            by_name[name] = Fact(name, module, owner, kind, "", "", (), "")
     result: list[Entry] = []
     for name in sorted(by_name):
         fact = by_name[name]
-        if name in SUMMARIES:
-            signature, does = SUMMARIES[name]
-            fact = dataclasses.replace(fact, signature=signature, parameters=fact.parameters)
+        if name in summaries:
+            signature, does = summaries[name]
+            # The arguments as written; without defaults, "a=1" is "a".
+            parameters = tuple(re.findall(r"\w+", re.sub(r"=('[^']*'|[^,)]*)", "", signature)))
+            fact = dataclasses.replace(fact, signature=signature, parameters=parameters)
         else:
             does = predicate(fact.summary)
+            if fact.kind == "exception" and not does.startswith("is "):
+                does = ""
+        if name in explained:
+            continue
         example = examples.get(name) or _with_import(fact)
         if does:
             call = name + fact.signature if fact.signature else ""
-            result.append(Entry(fact, does, call, example, name in examples or name in SUMMARIES))
+            result.append(Entry(fact, does, call, example, 2 if name in examples else int(name in summaries)))
     return result
 
 
@@ -283,19 +244,20 @@ def _with_import(fact: Fact) -> str:
     return example if example and is_self_contained(example) else ""
 
 
-def _split_name(name: str) -> tuple[str, str]:
+def _split_name(name: str, modules: Mapping[str, ModuleText]) -> tuple[str, str]:
     """(module, owner) of a hand-written name: "os.path.join" -> ("os.path", ""), "str.join" -> ("builtins", "str")."""
     head, _, _ = name.rpartition(".")
     if not head:
         return "builtins", ""
-    if head in MODULES:
+    if head in modules:
         return head, ""
     return (head.rpartition(".")[0] or "builtins"), head
 
 
 def fact_dialogues(all_entries: list[Entry], rng: random.Random) -> Iterator[Dialogue]:
     """Single questions and short conversations about each entry."""
-    short_names = _short_names(all_entries)
+    modules = read_modules()
+    short_names = _short_names(all_entries, modules)
     phrases: defaultdict[str, list[str]] = defaultdict(list)
     for entry in all_entries:
         phrases[question_phrase(entry.does)].append(entry.fact.name)
@@ -304,21 +266,30 @@ def fact_dialogues(all_entries: list[Entry], rng: random.Random) -> Iterator[Dia
         asked: list[tuple[str, tuple[str, ...], str]] = [("what", WHAT, entry.what)]
         if entry.call and fact.kind != "exception":
             asked.append(("signature", SIGNATURE, entry.signature))
-            asked.append(("arguments", ARGUMENTS, entry.arguments))
+            if fact.parameters or entry.call.endswith("()"):
+                asked.append(("arguments", ARGUMENTS, entry.arguments))
         if entry.example or entry.call:
             asked.append(("example", EXAMPLE, entry.sample))
         for topic, templates, answer in asked:
-            share = len(templates) if entry.popular else max(2, len(templates) // 3)
+            share = len(templates) * (entry.tier + 1) // 3
             for template in rng.sample(templates, share):
                 yield ask(f"{topic} {name}", template.format(n=_spelling(name, fact.owner, rng), k=fact.kind), answer)
         yield from _where(entry, short_names, rng)
         phrase = question_phrase(entry.does)
         if phrase and len(phrases[phrase]) == 1:
-            for template in rng.sample(WHICH, len(WHICH) if entry.popular else 3):
-                yield ask(f"which {name}", template.format(third=entry.does, base=phrase), f"Use `{name}`: it {entry.does}." + (f"\n\n{fence(entry.example)}" if entry.example else ""))
+            for template in rng.sample(WHICH, (2, 5, 6)[entry.tier]):
+                yield ask(
+                    f"which {name}",
+                    template.format(third=entry.does, base=phrase),
+                    f"Use `{name}`: it {entry.does}." + (f"\n\n{fence(entry.example)}" if entry.example else ""),
+                )
         if (entry.popular or rng.random() < 0.2) and (entry.example or entry.call):
             first = rng.choice(WHAT).format(n=name, k=fact.kind)
-            more, reply = (MORE_EXAMPLE, entry.sample) if entry.example and rng.random() < 0.6 else (MORE_SIGNATURE, entry.signature)
+            more, reply = (
+                (MORE_EXAMPLE, entry.sample)
+                if entry.example and rng.random() < 0.6
+                else (MORE_SIGNATURE, entry.signature)
+            )
             if entry.call or more is MORE_EXAMPLE:
                 yield ask(f"more {name}", first, entry.what, rng.choice(more), reply)
 
@@ -330,16 +301,16 @@ def _spelling(name: str, owner: str, rng: random.Random) -> str:
     return name
 
 
-def _short_names(all_entries: list[Entry]) -> dict[str, str]:
+def _short_names(all_entries: list[Entry], modules: Mapping[str, ModuleText]) -> dict[str, str]:
     """{last part: full name} where that is clear: one name has it, or only one popular name has it."""
     owners: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in all_entries:
         owners[entry.fact.name.rpartition(".")[2]].append(entry)
     clear: dict[str, str] = {}
     for short, candidates in owners.items():
-        popular = [entry for entry in candidates if entry.popular]
+        popular = [entry for entry in candidates if entry.popular] or [entry for entry in candidates if entry.tier]
         chosen = candidates if len(candidates) == 1 else popular
-        if len(chosen) == 1 and len(short) > 2 and short not in MODULES:
+        if len(chosen) == 1 and len(short) > 2 and short not in modules:
             clear[short] = chosen[0].fact.name
     return clear
 
@@ -356,10 +327,10 @@ def _where(entry: Entry, short_names: dict[str, str], rng: random.Random) -> Ite
         answer = f"`{short}` is built in, no import is needed."
     else:
         answer = f"`{short}` is in the `{fact.module}` module. Write `from {fact.module} import {short}`."
-    for template in rng.sample(WHERE, 4 if entry.popular else 1):
+    for template in rng.sample(WHERE, (1, 2, 4)[entry.tier]):
         yield ask(f"where {fact.name}", template.format(s=short), answer)
     if fact.module != "builtins" or fact.owner:
-        for template in rng.sample(WHAT, 9 if entry.popular else 2):
+        for template in rng.sample(WHAT, (2, 5, 9)[entry.tier]):
             yield ask(f"what {fact.name}", template.format(n=short, k=fact.kind), entry.what)
         if entry.popular and entry.example:
             for template in rng.sample(EXAMPLE, 5):
@@ -369,10 +340,15 @@ def _where(entry: Entry, short_names: dict[str, str], rng: random.Random) -> Ite
 def module_dialogues(all_entries: list[Entry], rng: random.Random) -> Iterator[Dialogue]:
     """What a module is for, what is in it, which module to take."""
     known = {entry.fact.name: entry for entry in all_entries}
-    for module, (does, topic, main) in sorted(MODULES.items()):
-        names = [f"{module}.{name}" for name in main.split()]
+    for module, text in read_modules().items():
+        does, topic = text.does, text.topic
+        names = [f"{module}.{name}" for name in text.main]
         listed = _list_words(names)
-        what = f"The `{module}` module {does}. Its main names are {listed}." if len(names) > 1 else f"The `{module}` module {does}. Its main name is {listed}."
+        what = (
+            f"The `{module}` module {does}. Its main names are {listed}."
+            if len(names) > 1
+            else f"The `{module}` module {does}. Its main name is {listed}."
+        )
         contents = f"The `{module}` module has {listed}."
         for template in MODULE_WHAT:
             yield ask(f"module {module}", template.format(m=module), what)
@@ -382,7 +358,13 @@ def module_dialogues(all_entries: list[Entry], rng: random.Random) -> Iterator[D
             yield ask(f"for {module}", template.format(t=topic), f"Use the `{module}` module. It {does}.")
         for name in names:
             if name in known:
-                yield ask(f"more {module}", rng.choice(MODULE_WHAT).format(m=module), what, rng.choice(WHAT[:9]).format(n=name), known[name].what)
+                yield ask(
+                    f"more {module}",
+                    rng.choice(MODULE_WHAT).format(m=module),
+                    what,
+                    rng.choice(WHAT[:9]).format(n=name),
+                    known[name].what,
+                )
 
 
 def unknown_dialogues(all_entries: list[Entry], rng: random.Random, count: int) -> Iterator[Dialogue]:
@@ -394,7 +376,11 @@ def unknown_dialogues(all_entries: list[Entry], rng: random.Random, count: int) 
         if invented in known:
             continue
         name = f"{rng.choice(modules)}.{invented}" if rng.random() < 0.7 else invented
-        yield ask("unknown", rng.choice(UNKNOWN).format(n=name), f"I do not know `{name}`. It is not in the part of the standard library that I learned.")
+        yield ask(
+            "unknown",
+            rng.choice(UNKNOWN).format(n=name),
+            f"I do not know `{name}`. It is not in the part of the standard library that I learned.",
+        )
 
 
 def all_dialogues(facts: list[Fact], seed: int) -> list[Dialogue]:

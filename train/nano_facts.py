@@ -1,6 +1,6 @@
 """Facts about the running interpreter's standard library: names, signatures, the first sentence of each docstring.
 
-Only the modules of `CORE_MODULES` are imported, all free of side effects; other text is read from source files with `ast`.
+Only the modules of `CORE_MODULES` are imported, all free of side effects; other source files are read and parsed.
 """
 
 import ast
@@ -8,89 +8,78 @@ import builtins
 import dataclasses
 import doctest
 import enum
+import fnmatch
+import functools
 import importlib
 import importlib.util
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 
-CORE_MODULES = (
-    "abc argparse array ast asyncio base64 bisect builtins calendar cmath collections collections.abc configparser contextlib "
-    "copy csv datetime decimal difflib enum fnmatch fractions functools getpass glob gzip hashlib heapq hmac html "
-    "http.client http.server importlib inspect io itertools json keyword linecache locale logging math mimetypes numbers "
-    "operator os os.path pathlib pickle platform pprint queue random re secrets select shlex shutil signal socket sqlite3 ssl stat "
-    "statistics string struct subprocess sys tarfile tempfile textwrap threading time timeit tokenize traceback types typing "
-    "unicodedata unittest urllib.error urllib.parse urllib.request uuid warnings weakref xml.etree.ElementTree zipfile zlib "
-    "concurrent.futures multiprocessing"
-).split()
+CORE_MODULES = tuple(
+    "abc argparse array ast asyncio base64 bisect builtins calendar cmath collections collections.abc configparser "
+    "contextlib copy csv datetime decimal difflib enum fnmatch fractions functools getpass glob gzip hashlib heapq "
+    "hmac html http.client http.server importlib inspect io itertools json keyword linecache locale logging math "
+    "mimetypes numbers operator os os.path pathlib pickle platform pprint queue random re secrets select shlex "
+    "shutil signal socket sqlite3 ssl stat statistics string struct subprocess sys tarfile tempfile textwrap "
+    "threading time timeit tokenize traceback types typing unicodedata unittest urllib.error urllib.parse "
+    "urllib.request uuid warnings weakref xml.etree.ElementTree zipfile zlib concurrent.futures multiprocessing".split()
+)
 
 # Modules whose source is written to be read; accelerated ones have a Python twin (`_pydatetime`).
-SOURCE_MODULES = (
-    "_collections_abc _pydatetime abc argparse base64 bisect calendar cmd codecs collections colorsys configparser contextlib copy csv "
-    "dataclasses difflib enum filecmp fileinput fnmatch fractions functools genericpath getopt getpass glob graphlib gzip hashlib "
-    "heapq hmac html imaplib io ipaddress json json.decoder json.encoder linecache logging mimetypes netrc nntplib numbers operator "
-    "optparse os pathlib pickle poplib posixpath pprint queue random reprlib sched secrets shelve shlex shutil smtplib "
-    "socketserver statistics string stringprep subprocess tempfile textwrap threading timeit traceback types urllib.parse "
-    "urllib.request urllib.robotparser uuid warnings wave weakref wsgiref.util wsgiref.headers xml.dom.minidom zipfile"
-).split()
+SOURCE_MODULES = tuple(
+    "_collections_abc _pydatetime abc argparse base64 bisect calendar cmd codecs collections colorsys configparser "
+    "contextlib copy csv dataclasses difflib enum filecmp fileinput fnmatch fractions functools genericpath getopt "
+    "getpass glob graphlib gzip hashlib heapq hmac html imaplib io ipaddress json json.decoder json.encoder "
+    "linecache logging mimetypes netrc nntplib numbers operator optparse os pathlib pickle poplib posixpath pprint "
+    "queue random reprlib sched secrets shelve shlex shutil smtplib socketserver statistics string stringprep "
+    "subprocess tempfile textwrap threading timeit traceback types urllib.parse urllib.request urllib.robotparser "
+    "uuid warnings wave weakref wsgiref.util wsgiref.headers xml.dom.minidom zipfile".split()
+)
 
 # Classes whose public methods are worth a fact each.
-CORE_CLASSES = (
+CORE_CLASSES = tuple(
     "str list dict set bytes int float tuple collections.deque collections.Counter collections.OrderedDict "
-    "collections.defaultdict datetime.datetime datetime.date datetime.timedelta datetime.time pathlib.Path re.Pattern re.Match "
-    "argparse.ArgumentParser threading.Thread threading.Lock threading.Event threading.Condition logging.Logger "
-    "subprocess.Popen sqlite3.Connection sqlite3.Cursor random.Random csv.DictReader csv.DictWriter csv.Sniffer queue.Queue "
-    "zipfile.ZipFile tarfile.TarFile decimal.Decimal fractions.Fraction unittest.TestCase string.Template string.Formatter "
-    "configparser.ConfigParser io.StringIO io.BytesIO io.TextIOWrapper socket.socket contextlib.ExitStack types.SimpleNamespace "
-    "textwrap.TextWrapper concurrent.futures.ThreadPoolExecutor concurrent.futures.Future asyncio.Queue asyncio.Event asyncio.Task "
-    "asyncio.Lock asyncio.Semaphore struct.Struct array.array http.client.HTTPConnection inspect.Signature difflib.SequenceMatcher "
-    "timeit.Timer statistics.NormalDist uuid.UUID weakref.WeakValueDictionary xml.etree.ElementTree.Element "
-    "xml.etree.ElementTree.ElementTree multiprocessing.Process"
-).split()
-
-
-# Names that few people ask about; leaving them out leaves the small model more room for the others.
-_OBSCURE = re.compile(
-    r"(ssl|select|stat|locale|numbers|linecache|mimetypes|tokenize|unicodedata|xml|ast|typing|inspect|tarfile|signal)\."
-    r"(?!(create_default_context|SSLContext|getlocale|setlocale|currency|getline|guess_type|name|lookup|category|normalize|"
-    r"etree\.ElementTree\.(parse|fromstring|tostring|Element|SubElement)|parse|literal_eval|walk|dump|NodeVisitor|"
-    r"cast|TypedDict|Protocol|Any|NamedTuple|Generic|overload|get_type_hints|signature|getsource|getmembers|getdoc|isclass|"
-    r"isfunction|ismethod|getfile|getmodule|stack|is_tarfile|TarFile(\.(add|extractall|getnames|close|extractfile))?|"
-    r"signal|alarm|pause|raise_signal)$)"
-    r"|random\.Random\.|random\.(getstate|setstate|\w+variate)$"
-    r"|(OrderedDict|defaultdict)\.(?!move_to_end|popitem)|Counter\.(clear|copy|fromkeys|get|items|keys|popitem|setdefault|values)$"
-    r"|bytes\.(?!decode|hex|fromhex|join|split|replace|startswith|find)|decimal\.Decimal\.(?!quantize|sqrt|exp|ln|as_tuple|is_nan|from_float)"
-    r"|decimal\.(?!Decimal|getcontext|localcontext|Context$|InvalidOperation)|cmath\.(?!sqrt|exp|phase|polar|rect|isclose)"
-    r"|operator\.(i(?!s_|ndex|temgetter)\w+|inv|length_hint|countOf|indexOf|call)$|hashlib\.shake|base64\.(z85|a85|b32hex|standard)"
-    r"|os\.(W[A-Z]|sched_|posix|pidfd|timerfd|eventfd|set\w*id|get\w*(sid|xattr|groups|pgrp|pgid|grouplist)|\w*xattr|spawn|exec[lv]\w|"
-    r"[pf](path|stat)\w*|p?(read|write)v|pread|pwrite|[lf](ch|sync|data|trunc)\w*|tc[gs]et|wait\w|\w*pgr?p|\w*pty|ptsname|"
-    r"confstr|sysconf|ctermid|mk(fifo|nod)|makedev|m(aj|in)or|initgroups|setns|register|set_|get_(blocking|inheritable|exec)|"
-    r"copy_file|device_enc|sendfile|lockf|lseek|closerange|umask|nice|[gs]etpriority|chroot|getloadavg|getresuid|dup|abort|ttyname|"
-    r"pipe2|plock|fwalk|splice|unshare|login_tty|memfd|lchown|_exit|statvfs|getrandom|sync$|times$|lstat|fs(path|dec|enc))"
-    r"|asyncio\.(Abstract|Base\w+|Buffered|Datagram|Multi|Read|Write|Subprocess|Handle|Server|Stream|Timer|Transport|\w*watcher|"
-    r"\w*policy|create_eager|open_unix|start_unix|InvalidState|wrap_future|isfuture|Task\.(get|set|print|unc|cancelling))"
-    r"|multiprocessing\.(Raw|Auth|Buffer|freeze|get_all|set_|log_to|get_logger|Joinable|Simple)"
-    r"|socket\.(CMSG|if_|has_|send_fds|recv_fds|\w*(errno|Family|Kind|Type|msg\w*|_into|inheritable)$|getserv|getproto|nto|hto|inet|h?error)"
-    r"|sys\.(\w*(hook|asyncgen|coroutine|trampoline|dlopen|unicodeint|int_max|fswindows|activate)\w*|call_tracing|_)"
-    r"|platform\.(\w+_ver|python_(branch|build|compiler|revision|imp)|freedesk|system_alias|uname_)"
-    r"|time\.(clock_|pthread|tzset|\w+_ns$)|threading\.(\w*(profile|trace)\w*|\w+\.(isSet|notifyAll|getName|setName|isDaemon|setDaemon|\w+_lock))"
-    r"|sqlite3\.(enable|Connection\.(blob|set_|get|create_w|deser|ser|setc|setl|interrupt|create_c))|http\.client\.[A-Z]\w+(?<!Connection)(?<!Response)$"
-    r"|unittest\.(\w+\.)?(\w*[cC]leanup\w*|enter\w+|addType\w+|shortDesc\w+|\w*TestResult)|array\.array\.(from|to)(bytes|file|unicode)"
-    r"|urllib\.parse\.\w+(Bytes|Result|ResultBytes)$|urllib\.request\.(HTTP\w+|URLop\w+)|uuid\.(Safe|int_|main|getnode)"
-    r"|csv\.(excel|unix|un?register\w*|\w+_dialect)|configparser\.(Conv|Interp|Multi|Section)\w*|statistics\.kde|concurrent\.futures\.Future\.set_"
-    r"|enum\.(global|Enum[MT]|_)|types\.(?!Simple|Mapping|FunctionType|MethodType|ModuleType|NoneType)|contextlib\.Abstract|abc\.(abstract[cps]|get_)"
-    r"|io\.(?!StringIO|BytesIO|TextIOWrapper|open$)|io\.(BytesIO|TextIOWrapper)\.|(float|int)\.(conjugate|from_number)|weakref\.\w+\.|zipfile\.(error|Large|BadZipf|Py)"
+    "collections.defaultdict datetime.datetime datetime.date datetime.timedelta datetime.time pathlib.Path "
+    "re.Pattern re.Match argparse.ArgumentParser threading.Thread threading.Lock threading.Event "
+    "threading.Condition logging.Logger subprocess.Popen sqlite3.Connection sqlite3.Cursor random.Random "
+    "csv.DictReader csv.DictWriter csv.Sniffer queue.Queue zipfile.ZipFile tarfile.TarFile decimal.Decimal "
+    "fractions.Fraction unittest.TestCase string.Template string.Formatter configparser.ConfigParser io.StringIO "
+    "io.BytesIO io.TextIOWrapper socket.socket contextlib.ExitStack types.SimpleNamespace textwrap.TextWrapper "
+    "concurrent.futures.ThreadPoolExecutor concurrent.futures.Future asyncio.Queue asyncio.Event asyncio.Task "
+    "asyncio.Lock asyncio.Semaphore struct.Struct array.array http.client.HTTPConnection inspect.Signature "
+    "difflib.SequenceMatcher timeit.Timer statistics.NormalDist uuid.UUID weakref.WeakValueDictionary "
+    "xml.etree.ElementTree.Element xml.etree.ElementTree.ElementTree multiprocessing.Process".split()
 )
+
+
+TEXTS = Path(__file__).parent / "recipes" / "nano"
+
+
+@functools.cache
+def _skip_rules() -> list[tuple[bool, str]]:
+    """(skip, pattern) of `skip.txt`, in order."""
+    words = [word for line in (TEXTS / "skip.txt").read_text().splitlines() if line[:1] != "#" for word in line.split()]
+    return [(not word.startswith("!"), word.removeprefix("!")) for word in words]
+
+
+def is_skipped(name: str) -> bool:
+    """Whether the last matching rule of `skip.txt` leaves `name` out."""
+    for skip, pattern in reversed(_skip_rules()):
+        if fnmatch.fnmatchcase(name, pattern):
+            return skip
+    return False
 
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
     """One documented name of the standard library.
 
-    `name` is how people write it ("os.path.join", "str.upper", "len"); `module` where it is imported from; `owner` the class of
-    a method or ""; `kind` "function", "class", "method" or "exception"; `summary` the docstring's first sentence, cleaned;
-    `signature` "(a, b=1)" or "" when unknown; `parameters` the names in it; `example` doctest text or "".
+    `name` is how people write it ("os.path.join", "str.upper", "len"); `module` where it is imported from; `owner` the
+    class of a method or ""; `kind` "function", "class", "method" or "exception"; `summary` the docstring's first
+    sentence, cleaned; `signature` "(a, b=1)" or "" when unknown; `parameters` its names; `example` a doctest or "".
     """
 
     name: str
@@ -105,7 +94,7 @@ class Fact:
 
 _ROLE = re.compile(r":[a-z:]+:`[~!]?([^`]+)`")
 _SIGNATURE_LINE = re.compile(r"^[A-Za-z_.]+\(.*\)(\s*(->|-->|=>|--|:)\s*.*)?$")
-_SENTENCE_END = re.compile(r"(?<!e\.g)(?<!i\.e)(?<!etc)(?<!vs)\.(?=\s+[A-Z`'\"]|$)")
+_SENTENCE_END = re.compile(r"(?<!e\.g)(?<!i\.e)(?<!\beg)(?<!etc)(?<!vs)\.(?=\s+[A-Za-z`'\"(]|$)")
 _MAX_SUMMARY = 190
 
 
@@ -134,7 +123,7 @@ def clean_summary(doc: str) -> str:
     end = _SENTENCE_END.search(text)
     if end:
         text = text[: end.start()]
-    text = text.strip().rstrip(".:;,").strip()
+    text = text.strip().rstrip(".:;,\\").strip()
     if len(text) > _MAX_SUMMARY or len(text) < 8 or not text.isascii() or ">>>" in text:
         return ""
     return text
@@ -155,7 +144,13 @@ def doctest_example(doc: str) -> str:
         if not lines:
             return ""
     text = "\n".join(lines)
-    if not text.startswith(">>>") or len(lines) > 7 or max(map(len, lines)) > 80 or "doctest" in text or " at 0x" in text:
+    if (
+        not text.startswith(">>>")
+        or len(lines) > 7
+        or max(map(len, lines)) > 80
+        or "doctest" in text
+        or " at 0x" in text
+    ):
         return ""
     return text
 
@@ -204,7 +199,9 @@ def describe_signature(value: object, *, drop_first: bool) -> tuple[str, tuple[s
         text = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "") + parameter.name
         if parameter.default is not parameter.empty:
             default = repr(parameter.default)
-            text += "=" + (default if len(default) <= 20 and "<" not in default else "...")
+            if parameter.name == "mode" and type(parameter.default) is int:
+                default = f"0o{parameter.default:o}"
+            text += "=" + (default if len(default) <= 16 and "<" not in default and default[0] != "_" else "...")
         parts.append(text)
         names.append(parameter.name)
     while len(", ".join(parts)) > 70 and len(parts) > 2:
@@ -225,17 +222,21 @@ def _public_names(module: ModuleType) -> list[str]:
 def _make_fact(name: str, module: str, owner: str, kind: str, value: object) -> Fact | None:
     # A class without a docstring of its own would be described by that of its base.
     doc = vars(value).get("__doc__") if inspect.isclass(value) else inspect.getdoc(value)
-    if not isinstance(doc, str) or _OBSCURE.match(name):
+    if not isinstance(doc, str) or is_skipped(name):
         return None
     summary = clean_summary(inspect.cleandoc(doc))
     if not summary:
         return None
-    is_bound = isinstance(value, (classmethod, staticmethod)) or inspect.ismethod(value) or (
-        inspect.isbuiltin(value) and inspect.isclass(value.__self__)
+    is_bound = (
+        isinstance(value, (classmethod, staticmethod))
+        or inspect.ismethod(value)
+        or (inspect.isbuiltin(value) and inspect.isclass(value.__self__))
     )
     drop = kind == "method" and not is_bound
     signature, parameters = describe_signature(value, drop_first=drop)
-    if inspect.isclass(value) and issubclass(value, enum.Enum):  # calling one looks a member up, its signature says nothing
+    if inspect.isclass(value) and issubclass(
+        value, enum.Enum
+    ):  # calling one looks a member up, its signature says nothing
         signature, parameters = "", ()
     return Fact(name, module, owner, kind, summary, signature, parameters, doctest_example(inspect.cleandoc(doc)))
 
@@ -249,7 +250,13 @@ def _module_facts(module_name: str, module: ModuleType) -> Iterator[Fact]:
             continue
         origin = value.__module__ if inspect.isclass(value) or inspect.isfunction(value) else module_name
         # A name that another module only re-exports is that module's fact, unless an accelerator (`_json`) defines it.
-        if "__all__" not in vars(module) and origin.lstrip("_").split(".")[0] not in {home, "builtins", "posix", "nt", "io"}:
+        if "__all__" not in vars(module) and origin.lstrip("_").split(".")[0] not in {
+            home,
+            "builtins",
+            "posix",
+            "nt",
+            "io",
+        }:
             continue
         if inspect.isclass(value):
             kind = "exception" if issubclass(value, BaseException) else "class"
@@ -266,6 +273,8 @@ def _class_facts(class_name: str) -> Iterator[Fact]:
     module_name, _, short = class_name.rpartition(".")
     module = importlib.import_module(module_name or "builtins")
     cls = getattr(module, short)
+    if not inspect.isclass(cls):  # threading.Lock is a function that makes locks, before Python 3.13
+        cls = type(cls())
     for method in sorted({name for base in cls.__mro__[:-1] for name in vars(base) if not name.startswith("_")}):
         value = inspect.getattr_static(cls, method)
         if isinstance(value, property) or not (callable(value) or isinstance(value, (classmethod, staticmethod))):
@@ -286,7 +295,9 @@ def collect_facts() -> tuple[list[Fact], list[str]]:
     for module_name in CORE_MODULES:
         try:
             module = importlib.import_module(module_name)
-        except ImportError:  # an interpreter may be built without sqlite3, ssl or zlib; the report names what is missing
+        except (
+            ImportError
+        ):  # an interpreter may be built without sqlite3, ssl or zlib; the report names what is missing
             missing.append(module_name)
             continue
         for fact in _module_facts(module_name, module):
@@ -299,7 +310,7 @@ def collect_facts() -> tuple[list[Fact], list[str]]:
     return [facts[name] for name in sorted(facts)], missing
 
 
-def source_functions(module_names: tuple[str, ...] | list[str], *, max_lines: int = 32) -> list[tuple[str, str]]:
+def source_functions(module_names: Sequence[str], *, max_lines: int = 32) -> list[tuple[str, str]]:
     """Short documented or plain functions of the modules' own sources as (qualified name, text), in source order.
 
     Sources are read and parsed, not imported again. Functions longer than `max_lines` or nested in others are left out.

@@ -1,13 +1,16 @@
-"""Conversations from the hand-written answers: tasks, language topics, exceptions, programs and small talk."""
+"""Conversations from the hand-written answers: tasks, language topics, exceptions, programs and small talk.
+
+The texts lie in `recipes/nano/`: `tasks.txt` (`@ how to do this; or in these words`), `topics.txt`
+(`@ singular; plural`), `errors.txt` (`@ name`), `programs.txt` (`@ what the function does`), `talk.txt`
+(`@ question | question`). Code is a doctest session or a plain program; a test runs them.
+"""
 
 import dataclasses
 import random
 import re
 from collections.abc import Iterator
 
-from .nano_howto import TASKS
-from .nano_language import ERRORS, PROGRAMS, TOPICS
-from .nano_smalltalk import TALK
+from .nano_facts import TEXTS
 
 type Message = dict[str, str]
 
@@ -74,6 +77,7 @@ ERROR_FORMS = (
     "What is {s}?",
     "What is a {s}?",
     "what is {s}",
+    "What's {s}?",
     "What does {s} mean?",
     "When is {s} raised?",
     "When do I get a {s}?",
@@ -127,6 +131,14 @@ class Block:
     code: str
 
 
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are kimi-nano, a small model that knows the Python standard library.",
+    "You answer questions about Python.",
+    "Answer briefly.",
+)
+
+
 def ask(key: str, *turns: str) -> Dialogue:
     """A dialogue of alternating user and assistant turns."""
     roles = ("user", "assistant")
@@ -139,16 +151,20 @@ def fence(code: str) -> str:
     return f"```python\n{shown}\n```"
 
 
-def parse_blocks(source: str, *, has_text: bool = True) -> list[Block]:
-    """The entries of a hand-written table; raises ValueError when a phrase is given twice."""
+def read_blocks(name: str, *, separator: str = ";", has_text: bool = True) -> list[Block]:
+    """The entries of the table `name`.txt; raises ValueError when a phrase is given twice.
+
+    An entry is `@ phrases`, a line of text (unless `has_text` is False), an empty line and code.
+    """
+    source = (TEXTS / f"{name}.txt").read_text()
     blocks: list[Block] = []
     seen: set[str] = set()
     for entry in re.split(r"\n+(?=@ )", source.strip()):
         head, _, body = entry.partition("\n")
-        phrases = tuple(phrase.strip() for phrase in head.removeprefix("@ ").split(";"))
+        phrases = tuple(phrase.strip() for phrase in head.removeprefix("@ ").split(separator))
         twice = seen.intersection(phrases)
         if twice:
-            raise ValueError(f"phrase: {sorted(twice)} is given twice")
+            raise ValueError(f"{name}.txt: {sorted(twice)} is given twice, expected one entry a phrase; join the two")
         seen.update(phrases)
         text, _, code = body.partition("\n\n") if has_text else ("", "", body)
         blocks.append(Block(phrases, text.strip(), code.strip("\n")))
@@ -163,14 +179,14 @@ def task_answers() -> list[tuple[list[str], str]]:
     """(questions, answer) of every everyday task."""
     return [
         ([form.format(p=p, P=p[0].upper() + p[1:]) for p in block.phrases for form in TASK_FORMS], _answer(block))
-        for block in parse_blocks(TASKS)
+        for block in read_blocks("tasks")
     ]
 
 
 def topic_answers() -> list[tuple[list[str], str]]:
     """(questions, answer) of every language topic."""
     made: list[tuple[list[str], str]] = []
-    for block in parse_blocks(TOPICS):
+    for block in read_blocks("topics"):
         singular, plural = block.phrases
         forms = WORD_FORMS if singular == plural else TOPIC_FORMS
         questions = [form.format(s=singular, t=plural) for form in forms]
@@ -183,15 +199,17 @@ def topic_answers() -> list[tuple[list[str], str]]:
 def error_answers() -> list[tuple[list[str], str]]:
     """(questions, answer) of every exception: what it means and how to catch it."""
     made: list[tuple[list[str], str]] = []
-    for block in parse_blocks(ERRORS):
+    for block in read_blocks("errors"):
         (name,) = block.phrases
         short = name.rpartition(".")[2]
         meaning = f"`{name}` {block.text}" + (f" This code raises it:\n\n{fence(block.code)}" if block.code else "")
         made.append(([form.format(s=s) for s in dict.fromkeys((name, short)) for form in ERROR_FORMS], meaning))
         if block.code and "import" not in block.code:
             body = "\n".join(f"    {line}" for line in block.code.split("\n"))
-            catch = f"try:\n{body}\nexcept {name}:\n    print(\"caught\")"
-            made.append(([form.format(s=name) for form in CATCH_FORMS], f"Use `try` and `except {name}`.\n\n{fence(catch)}"))
+            catch = f'try:\n{body}\nexcept {name}:\n    print("caught")'
+            made.append(
+                ([form.format(s=name) for form in CATCH_FORMS], f"Use `try` and `except {name}`.\n\n{fence(catch)}")
+            )
     return made
 
 
@@ -202,13 +220,14 @@ def program_answers() -> list[tuple[list[str], str]]:
             [form.format(p=p) for p in block.phrases for form in PROGRAM_FORMS],
             f"This function {block.phrases[0]}.\n\n{fence(block.code)}",
         )
-        for block in parse_blocks(PROGRAMS, has_text=False)
+        for block in read_blocks("programs", has_text=False)
     ]
 
 
 def _talk_answers() -> list[tuple[list[str], str]]:
     made: list[tuple[list[str], str]] = []
-    for questions, answer in TALK:
+    for block in read_blocks("talk", separator=" | "):
+        questions, answer = block.phrases, block.text
         variants = dict.fromkeys(questions)
         variants |= dict.fromkeys(q[0].lower() + q[1:].rstrip("?.!") for q in questions)
         variants |= dict.fromkeys(f"Please tell me: {q[0].lower()}{q[1:]}" for q in questions if q.endswith("?"))
@@ -240,4 +259,4 @@ def written_dialogues(rng: random.Random) -> Iterator[Dialogue]:
 
 def program_sources() -> list[str]:
     """The small programs as plain source."""
-    return [block.code for block in parse_blocks(PROGRAMS, has_text=False)]
+    return [block.code for block in read_blocks("programs", has_text=False)]

@@ -13,7 +13,7 @@ def unpack(words: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
     The product q * scale is rounded to bf16, as the checkpoint's reference dequantisation does.
     """
-    shifts = jnp.arange(8, dtype=jnp.int32) * 4
+    shifts = (jnp.arange(8, dtype=jnp.int32) * 4).reshape((1,) * words.ndim + (8,))
     q = ((words[..., None] >> shifts) & 0xF) - 8  # [..., N/8, 8]
     groups = q.reshape(*scale.shape, -1)  # [..., N/group, group]
     w = groups.astype(jnp.bfloat16) * scale[..., None].astype(jnp.bfloat16)
@@ -71,7 +71,7 @@ def _expert_loop(x, chosen, weights, gate_up, down, gate_up_scale, down_scale) -
     block = _block_rows(n_rows, n_experts)
     n_blocks = n_rows // block + n_experts  # enough for any routing: each expert wastes less than one block
     flat = chosen.reshape(-1)
-    onehot = flat[:, None] == jnp.arange(n_experts, dtype=flat.dtype)  # [T*K, E]
+    onehot = flat[:, None] == jnp.arange(n_experts, dtype=flat.dtype)[None]  # [T*K, E]
     rank = jnp.take_along_axis(jnp.cumsum(onehot, axis=0, dtype=jnp.int32), flat[:, None], axis=1)[:, 0] - 1
     counts = onehot.sum(axis=0, dtype=jnp.int32)
     blocks_per_expert = -(-counts // block)
@@ -81,7 +81,7 @@ def _expert_loop(x, chosen, weights, gate_up, down, gate_up_scale, down_scale) -
         jnp.arange(n_rows, dtype=jnp.int32) // chosen.shape[1], mode="promise_in_bounds", unique_indices=True
     )
     block_ids = jnp.arange(n_blocks, dtype=jnp.int32)
-    expert_of_block = (block_ids[:, None] >= last_block).sum(axis=1, dtype=jnp.int32)  # [n_blocks]
+    expert_of_block = (block_ids[:, None] >= last_block[None]).sum(axis=1, dtype=jnp.int32)  # [n_blocks]
 
     def step(b: jax.Array, out: jax.Array) -> jax.Array:
         e = expert_of_block[b]
@@ -104,7 +104,7 @@ def _capacity(n_rows: int, n_experts: int) -> int:
 def _places(chosen: jax.Array, n_experts: int) -> tuple[jax.Array, int]:
     """Rank of each (token, slot) row among the rows of its expert [T*K], and the capacity."""
     flat = chosen.reshape(-1)
-    onehot = flat[:, None] == jnp.arange(n_experts, dtype=flat.dtype)
+    onehot = flat[:, None] == jnp.arange(n_experts, dtype=flat.dtype)[None]
     rank = jnp.take_along_axis(jnp.cumsum(onehot, axis=0, dtype=jnp.int32), flat[:, None], axis=1)[:, 0] - 1
     return rank, _capacity(chosen.size, n_experts)
 

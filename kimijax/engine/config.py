@@ -1,0 +1,76 @@
+"""Sizes of an engine: how many requests, tokens and pages, and the static shapes its programs are compiled for."""
+
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+
+
+def _powers(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
+    """smallest, smallest * factor, ... and `largest` itself."""
+    sizes = []
+    size = smallest
+    while size < largest:
+        sizes.append(size)
+        size *= factor
+    return (*sizes, largest)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All of a program's shapes follow from these numbers; nothing is compiled after warm-up."""
+
+    max_batch: int = 16  # requests that decode together
+    context_length: int = 2048  # prompt and output of one request
+    page_size: int = 64
+    n_pages: int | None = None  # None: every one of max_batch requests can fill its context
+    chunk_size: int = 512  # prompt tokens a step
+    burst: int = 8  # tokens a decoding program makes before the host looks at them
+    max_queued: int = 1024  # waiting requests; more are refused
+    batch_factor: int = 4  # batch sizes compiled for: 1, factor, factor ** 2, ..., max_batch
+    context_factor: int = 4  # window lengths compiled for: 256, 256 * factor, ..., context_length
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "context_length", "page_size", "chunk_size", "burst"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "a positive integer")
+        if self.max_queued < 0:
+            raise ConfigError("max_queued", self.max_queued, "0 or more")
+        for name in ("batch_factor", "context_factor"):
+            if getattr(self, name) < 2:
+                raise ConfigError(name, getattr(self, name), "2 or more")
+        if self.context_length % self.page_size:
+            raise ConfigError("context_length", self.context_length, f"a multiple of page_size ({self.page_size})")
+        if self.total_pages < self.pages_per_request:
+            raise ConfigError("n_pages", self.total_pages, f"at least one full context ({self.pages_per_request})")
+
+    @property
+    def pages_per_request(self) -> int:
+        return self.context_length // self.page_size
+
+    @property
+    def total_pages(self) -> int:
+        return self.max_batch * self.pages_per_request if self.n_pages is None else self.n_pages
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        return _powers(1, self.max_batch, self.batch_factor)
+
+    @property
+    def window_lengths(self) -> tuple[int, ...]:
+        """Multiples of the page size."""
+        unit = self.page_size
+        start = min(-(-256 // unit) * unit, self.context_length)
+        return tuple(-(-w // unit) * unit for w in _powers(start, self.context_length, self.context_factor))
+
+    @property
+    def chunk_lengths(self) -> tuple[int, ...]:
+        """Prompt lengths compiled for; a prompt longer than the last is cut into chunks of it."""
+        return _powers(min(32, self.chunk_size), min(self.chunk_size, self.context_length), 4)
+
+
+def bucket(size: int, sizes: tuple[int, ...]) -> int:
+    """The smallest of `sizes` (ascending) that holds `size`."""
+    for s in sizes:
+        if size <= s:
+            return s
+    raise ValueError(f"{size} exceeds the largest compiled size {sizes[-1]}")

@@ -1,0 +1,105 @@
+"""One request as the engine sees it: token ids, sampling settings, and the state of its generation."""
+
+import enum
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..errors import RequestError
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. Filters apply in the order top_k, top_p, min_p, to the tempered distribution.
+
+    temperature 0 is greedy (lowest id on ties) whatever the filters say. top_k 0 is off, top_p 1 is off, min_p 0 is off.
+    A seeded request draws the same tokens whatever else the engine does: randomness depends on (seed, position) only.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None  # None: as many as the context holds; more than that is cut to it
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def check(self, vocab_size: int) -> None:
+        """Raises RequestError naming the first field that is out of range."""
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise RequestError("temperature", f"found {self.temperature}, expected a finite number >= 0")
+        if not 0 < self.top_p <= 1:
+            raise RequestError("top_p", f"found {self.top_p}, expected 0 < top_p <= 1")
+        if self.top_k < 0:
+            raise RequestError("top_k", f"found {self.top_k}, expected 0 (off) or a positive integer")
+        if not 0 <= self.min_p <= 1:
+            raise RequestError("min_p", f"found {self.min_p}, expected 0 <= min_p <= 1")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise RequestError("seed", f"found {self.seed}, expected 0 <= seed < 2**63")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise RequestError("max_tokens", f"found {self.max_tokens}, expected a positive integer")
+        for token in self.stop_token_ids:
+            if not 0 <= token < vocab_size:
+                raise RequestError("stop_token_ids", f"found {token}, expected ids in 0 ... {vocab_size - 1}")
+
+
+class Phase(enum.Enum):
+    """Where a request is in its life; it only moves forward, save that a preempted one waits again."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Request:
+    """A request and its progress. The scheduler owns the mutable fields."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    seed: int  # the sampling's, or one drawn for this request
+    stop_ids: frozenset[int]  # end of generation; part of the output, not of its text
+    limit: int  # output tokens at most, context included
+    output: list[int] = field(default_factory=list)
+    phase: Phase = Phase.WAITING
+    cached: int = 0  # tokens whose latents are in `pages`
+    pages: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        """Prompt and output together."""
+        return len(self.prompt) + len(self.output)
+
+    def token(self, position: int) -> int:
+        n = len(self.prompt)
+        return self.prompt[position] if position < n else self.output[position - n]
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        return [self.token(i) for i in range(start, stop)]
+
+    def append(self, token: int) -> bool:
+        """Record a generated token; True when it ended the request. Nothing is recorded after the end."""
+        if self.finish_reason is not None:
+            return True
+        self.output.append(token)
+        if token in self.stop_ids:
+            self.finish_reason = "stop"
+        elif len(self.output) >= self.limit:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one engine step produced for one request."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    error: str | None = None  # the step failed; the request is over and its tokens are not to be trusted further

@@ -1,0 +1,140 @@
+"""Who runs next: admission, chunked prefill, decoding, preemption. Holds requests and pages, no arrays."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..errors import RequestError
+from .config import EngineConfig
+from .pages import PagePool
+from .request import Phase, Request
+
+
+class QueueFullError(RequestError):
+    """The waiting queue is at its limit; try again later."""
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """Compute tokens start ... stop-1 of a request; `last` when the next token is then drawn."""
+
+    request: Request
+    start: int
+    stop: int
+
+    @property
+    def last(self) -> bool:
+        return self.stop == self.request.n_tokens
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Draw up to `n_steps` tokens for each request."""
+
+    requests: tuple[Request, ...]
+    n_steps: int
+
+
+class Scheduler:
+    """First come, first served. A request holds pages for all its computed tokens; when pages run out, the request
+    that came last gives its pages back and is computed again later, its output kept."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.pool = PagePool(config.total_pages)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in order of arrival
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        """Raises QueueFullError when `max_queued` requests wait already."""
+        if len(self.waiting) >= self.config.max_queued and len(self.running) >= self.config.max_batch:
+            raise QueueFullError("queue", f"{len(self.waiting)} requests are waiting, the limit")
+        self.waiting.append(request)
+
+    def find(self, request_id: str) -> Request | None:
+        return next((r for r in (*self.running, *self.waiting) if r.id == request_id), None)
+
+    def finish(self, request: Request) -> None:
+        """Remove a request and free its pages, whatever it was doing."""
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        self._release(request)
+        request.phase = Phase.FINISHED
+
+    def plan_prefill(self) -> PrefillPlan | None:
+        """The next chunk of prompt, admitting a waiting request if none is half way."""
+        request = next((r for r in self.running if r.phase is Phase.PREFILL), None) or self._admit()
+        if request is None:
+            return None
+        stop = min(request.cached + self.config.chunk_size, request.n_tokens)
+        if not self._grow(request, stop):
+            return None
+        return PrefillPlan(request, request.cached, stop)
+
+    def plan_decode(self) -> DecodePlan | None:
+        """All requests that decode, with pages for every token of the burst."""
+        pending = bool(self.waiting) or any(r.phase is Phase.PREFILL for r in self.running)
+        n_steps = 1 if pending and len(self.running) < self.config.max_batch else self.config.burst
+        for request in [r for r in self.running if r.phase is Phase.DECODE]:
+            while request.phase is Phase.DECODE and not self._grow(request, self._reach(request, n_steps)):
+                self._preempt(self.running[-1])
+        ready = tuple(r for r in self.running if r.phase is Phase.DECODE)
+        return DecodePlan(ready, n_steps) if ready else None
+
+    def _reach(self, request: Request, n_steps: int) -> int:
+        """Tokens cached after a burst; never more than the context, whose last token is not computed."""
+        return min(request.cached + n_steps, self.config.context_length)
+
+    def _admit(self) -> Request | None:
+        if not self.waiting or len(self.running) >= self.config.max_batch:
+            return None
+        request = self.waiting[0]
+        first = min(self.config.chunk_size, request.n_tokens)
+        if self._pages_for(first) > self.pool.n_free:
+            return None
+        self.waiting.popleft()
+        request.phase = Phase.PREFILL
+        self.running.append(request)
+        return request
+
+    def _pages_for(self, n_tokens: int) -> int:
+        return -(-n_tokens // self.config.page_size)
+
+    def _grow(self, request: Request, n_tokens: int) -> bool:
+        """Give a request pages for n_tokens; False when there are too few."""
+        missing = self._pages_for(n_tokens) - len(request.pages)
+        if missing <= 0:
+            return True
+        pages = self.pool.take(missing)
+        if pages is None:
+            return False
+        request.pages.extend(pages)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self._release(request)
+        request.phase = Phase.WAITING
+        self.waiting.appendleft(request)
+
+    def _release(self, request: Request) -> None:
+        self.pool.give_back(request.pages)
+        request.pages = []
+        request.cached = 0
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError on a leaked, shared or foreign page, or a request in two places."""
+        self.pool.check_integrity([r.pages for r in self.running])
+        held = [r.id for r in self.waiting if r.pages]
+        if held:
+            raise RuntimeError(f"waiting requests hold pages: {held}")
+        everyone: Iterable[Request] = (*self.running, *self.waiting)
+        ids = [r.id for r in everyone]
+        if len(ids) != len(set(ids)):
+            raise RuntimeError("a request is queued twice")

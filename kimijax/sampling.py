@@ -1,0 +1,124 @@
+"""Drawing tokens: pure functions of logits and per-row settings.
+
+A row's randomness is a function of (seed, position) alone, so that it does not depend on batch row, engine step or
+padding. Filters find their threshold by bisection over the bits of a float instead of sorting the vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplingRows:
+    """Settings of B rows, on the device. A temperature of 0 is greedy."""
+
+    temperature: jax.Array  # float32 [B]
+    top_k: jax.Array  # int32 [B], 0 off
+    top_p: jax.Array  # float32 [B], 1 off
+    min_p: jax.Array  # float32 [B], 0 off
+    seed: jax.Array  # uint32 [B, 2], high and low word
+
+    @staticmethod
+    def of(temperature: list[float], top_k: list[int], top_p: list[float], min_p: list[float], seed: list[int]):
+        """From one value a row; `seed` below 2**64."""
+        words = [[s >> 32, s & 0xFFFFFFFF] for s in seed]
+        return SamplingRows(
+            np.asarray(temperature, np.float32),  # type: ignore[arg-type]  # NumPy in, moved by the jitted call
+            np.asarray(top_k, np.int32),  # type: ignore[arg-type]
+            np.asarray(top_p, np.float32),  # type: ignore[arg-type]
+            np.asarray(min_p, np.float32),  # type: ignore[arg-type]
+            np.asarray(words, np.uint32),  # type: ignore[arg-type]
+        )
+
+
+def _largest_threshold(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
+    """The largest float32 threshold >= 0 per row for which `holds(threshold [B])` is true; it must hold at 0.
+
+    Non-negative floats are ordered as their bits are: 31 halvings find the exact value.
+    """
+
+    def halve(i: jax.Array, bits: jax.Array) -> jax.Array:
+        candidate = bits | (jnp.uint32(1) << (jnp.uint32(30) - i.astype(jnp.uint32)))
+        threshold = jax.lax.bitcast_convert_type(candidate, jnp.float32)
+        return jnp.where(jnp.isfinite(threshold) & holds(threshold), candidate, bits)
+
+    bits = jax.lax.fori_loop(0, 31, halve, jnp.zeros(rows, jnp.uint32))
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def filtered(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Tempered probabilities [B, V] after top_k, top_p and min_p, renormalised.
+
+    top_k keeps the k most probable tokens, top_p the smallest set of most probable tokens whose sum reaches p, min_p
+    those with at least min_p times the top's probability; tokens tied at a threshold are all kept. Rows of temperature
+    0 are treated as temperature 1: their draw ignores this.
+    """
+    t = jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    p = jax.nn.softmax(logits.astype(jnp.float32) / t, axis=-1)
+    n = p.shape[0]
+
+    def at_least_k(threshold: jax.Array) -> jax.Array:
+        return (p >= threshold[:, None]).sum(axis=-1) >= jnp.maximum(rows.top_k, 1)
+
+    k_threshold = jnp.where(rows.top_k > 0, _largest_threshold(at_least_k, n), 0.0)
+    p = _keep(p, k_threshold)
+
+    def at_least_p(threshold: jax.Array) -> jax.Array:
+        return jnp.where(p >= threshold[:, None], p, 0.0).sum(axis=-1) >= rows.top_p
+
+    p_threshold = jnp.where(rows.top_p < 1, _largest_threshold(at_least_p, n), 0.0)
+    p = _keep(p, p_threshold)
+    return _keep(p, rows.min_p * p.max(axis=-1))
+
+
+def _keep(p: jax.Array, threshold: jax.Array) -> jax.Array:
+    p = jnp.where(p >= threshold[:, None], p, 0.0)
+    return p / p.sum(axis=-1, keepdims=True)
+
+
+def gumbel(seed: jax.Array, position: jax.Array, size: int) -> jax.Array:
+    """Gumbel noise float32 [B, size] of seeds uint32 [B, 2] at positions int32 [B]."""
+
+    def one(words: jax.Array, at: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), at)
+        return jax.random.gumbel(key, (size,), jnp.float32)
+
+    return jax.vmap(one)(seed, position)
+
+
+def sample(logits: jax.Array, rows: SamplingRows, position: jax.Array, n_tokens: int) -> jax.Array:
+    """One token a row, int32 [B].
+
+    Args:
+      logits: float32 [B, V].
+      rows: settings.
+      position: int32 [B], index of the token being drawn in its request (prompt included).
+      n_tokens: ids from here on belong to no token (a padded vocabulary) and are never drawn.
+    """
+    v = logits.shape[-1]
+    if n_tokens < v:
+        logits = jnp.where((jnp.arange(v) < n_tokens)[None], logits, -jnp.inf)
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def draw(logp: jax.Array) -> jax.Array:
+        drawn = jnp.argmax(logp + gumbel(rows.seed, position, v), axis=-1).astype(jnp.int32)
+        return jnp.where(rows.temperature > 0, drawn, greedy)
+
+    def plain() -> jax.Array:
+        return draw(logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None])
+
+    def with_filters() -> jax.Array:
+        return draw(jnp.log(filtered(logits, rows)))
+
+    unfiltered = (rows.top_k == 0) & (rows.top_p >= 1) & (rows.min_p <= 0)
+    # The two conditions skip work on the device; the draw itself is the same with or without them.
+    return jax.lax.cond(
+        (rows.temperature <= 0).all(),
+        lambda: greedy,
+        lambda: jax.lax.cond((unfiltered | (rows.temperature <= 0)).all(), plain, with_filters),
+    )

@@ -1,0 +1,185 @@
+"""The bodies of OpenAI's requests, strictly: what is not listed here, or listed and not honoured, is refused by name.
+
+Fields that this version does not implement are listed with the values that mean "off", which clients like to send.
+Ranges of sampling settings are checked where they are used, in `kimijax.engine.request.Sampling`.
+"""
+
+import json
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+# Each new token is compared with every stop string while it is on its way to the client.
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_CHOICES = 128  # OpenAI's limit of `n`
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _wrong(found: object, expected: str) -> PydanticCustomError:
+    # The text goes in as a value, since braces in a template would be read as places to fill.
+    return PydanticCustomError("value", "{text}", {"text": f"found {_shown(found)}, expected {expected}"})
+
+
+class _Only:
+    """Marks a field of the protocol that is not implemented: absent, or one of the values that change nothing."""
+
+    def __init__(self, *allowed: object) -> None:
+        self.allowed = allowed
+
+    def check(self, value: object) -> object:
+        # In Python True == 1, in JSON they differ.
+        if any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in self.allowed):
+            return value
+        texts = " or ".join(json.dumps(a) for a in self.allowed)
+        raise _wrong(value, f"{texts}: this version does not support anything else")
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": list(self.allowed)}
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    found = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(found, list | tuple) or not all(isinstance(s, str) and s for s in found):
+        raise _wrong(value, "a non-empty string or a list of such strings")
+    if len(found) > MAX_STOPS or any(len(s) > MAX_STOP_CHARS for s in found):
+        raise _wrong(value, f"at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters")
+    return tuple(found)
+
+
+def _ids(value: object) -> tuple[int, ...]:
+    found = () if value is None else value
+    if not isinstance(found, list | tuple) or not all(type(i) is int for i in found):
+        raise _wrong(value, "a list of token ids")
+    return tuple(found)
+
+
+_STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
+_ID_LIST = {"type": "array", "items": {"type": "integer"}}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        _ID_LIST,
+        {"type": "array", "items": _ID_LIST},
+    ]
+}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class StreamOptions(_Body):
+    """What a stream tells besides text."""
+
+    include_usage: bool = False
+    """One more chunk at the end, with the token counts."""
+    continuous_usage_stats: bool = False
+    """Token counts so far in each chunk."""
+    include_obfuscation: Annotated[Any, _Only(False, None)] = None
+
+
+class GenerationRequest(_Body):
+    """The fields that chat and plain completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    """Answers to make; answer i draws with seed + i."""
+    max_tokens: int | None = Field(None, ge=1)
+    """More than the context has room for is cut to it, and the answer then ends with finish_reason "length"."""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """0 and -1 are off."""
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops), WithJsonSchema(_STOP_SCHEMA)] = ()
+    stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_ids), WithJsonSchema(_ID_LIST)] = ()
+    ignore_eos: bool = False
+
+    # Names for the operator's own books; they change no answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    frequency_penalty: Annotated[Any, _Only(0, None)] = None
+    presence_penalty: Annotated[Any, _Only(0, None)] = None
+    repetition_penalty: Annotated[Any, _Only(1, None)] = None
+    logit_bias: Annotated[Any, _Only({}, None)] = None
+    min_tokens: Annotated[Any, _Only(0, None)] = None
+    service_tier: Annotated[Any, _Only("auto", "default", None)] = None
+    skip_special_tokens: Annotated[Any, _Only(True, None)] = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("value", "stream_options: found without stream, expected stream to be true")
+        return self
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    """Checked message by message where they are rendered."""
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """The newer name of max_tokens."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the checkpoint's template; `thinking` (true or false) switches reasoning."""
+
+    tools: Annotated[Any, _Only([], None)] = None
+    tool_choice: Annotated[Any, _Only("none", "auto", None)] = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[Any, _Only([], None)] = None
+    function_call: Annotated[Any, _Only("none", "auto", None)] = None
+    logprobs: Annotated[Any, _Only(False, None)] = None
+    top_logprobs: Annotated[Any, _Only(0, None)] = None
+    response_format: Annotated[Any, _Only({"type": "text"}, None)] = None
+    reasoning_effort: Annotated[Any, _Only(None)] = None
+    modalities: Annotated[Any, _Only(["text"], None)] = None
+    audio: Annotated[Any, _Only(None)] = None
+    prediction: Annotated[Any, _Only(None)] = None
+    store: Annotated[Any, _Only(False, None)] = None
+    web_search_options: Annotated[Any, _Only(None)] = None
+    verbosity: Annotated[Any, _Only("medium", None)] = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> "ChatRequest":
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise PydanticCustomError(
+                "value", "max_tokens: found another value than max_completion_tokens, expected only one of the two"
+            )
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions. Without max_tokens 16 tokens are made, as OpenAI has it."""
+
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
+    """Text, token ids, or a list of either. Control tokens written out in text become control tokens."""
+
+    best_of: Annotated[Any, _Only(1, None)] = None
+    echo: Annotated[Any, _Only(False, None)] = None
+    logprobs: Annotated[Any, _Only(None)] = None
+    suffix: Annotated[Any, _Only("", None)] = None

@@ -1,0 +1,124 @@
+"""From the body of an HTTP request to requests for the engine. May take long for long prompts: runs in a worker thread."""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kimijax.engine.request import Request, Sampling
+from kimijax.errors import RequestError
+
+from .errors import ApiError
+from .openai_schema import ChatRequest, CompletionRequest, GenerationRequest
+from .service import Service
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for plain completions
+_SEEDS = 2**63
+# Arguments of ChatTemplate.encode that a request sets by fields of its own, or not at all.
+_NOT_TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one HTTP request asks of the engine; `requests` are in the order of the choices."""
+
+    id: str
+    requests: tuple[Request, ...]
+    stop: tuple[str, ...]
+    prompt_tokens: int
+    split_reasoning: bool
+
+
+def prepare_chat(service: Service, body: ChatRequest) -> Job:
+    """Render and tokenise a conversation. RequestError or TemplateError if it cannot be."""
+    if service.chat is None:
+        raise RequestError("messages", "this checkpoint has no chat template; use /v1/completions")
+    prompt = service.chat.encode(body.messages, **_template_arguments(service, body.chat_template_kwargs)).ids
+    return _job(service, body, "chatcmpl", [prompt], body.max_completion_tokens or body.max_tokens, split=True)
+
+
+def prepare_completion(service: Service, body: CompletionRequest) -> Job:
+    """Tokenise plain prompts. RequestError if one cannot be."""
+    prompts = [
+        service.tokenizer.encode_with_specials(prompt) if isinstance(prompt, str) else prompt
+        for prompt in _prompts(body.prompt)
+    ]
+    return _job(service, body, "cmpl", prompts, body.max_tokens or COMPLETION_MAX_TOKENS, split=False)
+
+
+def _template_arguments(service: Service, asked: Mapping[str, Any]) -> dict[str, Any]:
+    for name in _NOT_TEMPLATE_VARIABLES:
+        if name in asked:
+            raise RequestError(f"chat_template_kwargs.{name}", "the server sets this one itself; leave it out")
+    merged = {**service.chat_kwargs, **asked}
+    if not isinstance(merged.get("thinking", True), bool):
+        raise RequestError("chat_template_kwargs.thinking", f"found {merged['thinking']!r}, expected true or false")
+    return merged
+
+
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    """The four forms of `prompt` as one list; ids are checked by the engine."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(type(item) is int for item in prompt):
+            return [prompt]
+        if all(isinstance(item, str) for item in prompt):
+            return prompt
+        if all(isinstance(item, list) and all(type(i) is int for i in item) for item in prompt):
+            return prompt
+    raise RequestError("prompt", "expected a string, a list of token ids, or a non-empty list of one of these")
+
+
+def _job(
+    service: Service,
+    body: GenerationRequest,
+    prefix: str,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int | None,
+    *,
+    split: bool,
+) -> Job:
+    n = body.n or 1
+    config = service.engine.config
+    if (room := config.max_batch + config.max_queued) < n * len(prompts):
+        raise RequestError("n", f"found {n * len(prompts)} answers in one request, expected at most {room}")
+    job_id = f"{prefix}-{uuid.uuid4().hex}"
+    requests = []
+    for prompt in prompts:
+        for i in range(n):
+            sampling = _sampling(service, body, max_tokens, i)
+            requests.append(service.engine.make_request(prompt, sampling, id=f"{job_id}-{len(requests)}"))
+    return Job(job_id, tuple(requests), body.stop, sum(map(len, prompts)), split)
+
+
+def _sampling(service: Service, body: GenerationRequest, max_tokens: int | None, index: int) -> Sampling:
+    """The request's settings, else the checkpoint's generation_config.json, else 1.0 and no filters."""
+    defaults = service.defaults
+    top_k = _first(body.top_k, defaults.top_k, 0)
+    return Sampling(
+        temperature=_first(body.temperature, defaults.temperature, 1.0),
+        top_p=_first(body.top_p, defaults.top_p, 1.0),
+        top_k=0 if top_k == -1 else top_k,
+        min_p=_first(body.min_p, 0.0),
+        # The first answer of n draws as the only one would; an invalid seed is left to Sampling.check.
+        seed=body.seed if body.seed is None or not 0 <= body.seed < _SEEDS else (body.seed + index) % _SEEDS,
+        max_tokens=max_tokens,
+        stop_token_ids=body.stop_token_ids,
+        ignore_eos=body.ignore_eos,
+    )
+
+
+def _first[T](*values: T | None) -> T:
+    return next(value for value in values if value is not None)
+
+
+def check_model(service: Service, asked: str | None) -> None:
+    """ApiError 404, as OpenAI has it, for the name of another model."""
+    if asked is not None and asked != service.name:
+        raise ApiError(
+            404,
+            f"model: found {asked!r}, expected {service.name!r}, the model that is served here",
+            param="model",
+            code="model_not_found",
+        )

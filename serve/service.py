@@ -1,0 +1,81 @@
+"""What the routes work with: the loaded model behind its runner, and where the server is in its life."""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kimijax.chat import ChatTemplate
+from kimijax.config import GenerationDefaults
+from kimijax.engine.config import EngineConfig
+from kimijax.engine.request import Request, Sampling
+from kimijax.engine.runner import EngineRunner
+from kimijax.tokenizer import Tokenizer
+
+from .errors import unavailable
+
+
+class RequestMaker(Protocol):
+    """The part of an engine that other threads may use: it reads the configuration and changes nothing."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+    def make_request(self, prompt: Sequence[int], sampling: Sampling, *, id: str | None = None) -> Request: ...
+
+
+@dataclass(frozen=True)
+class Service:
+    """A model that is ready to answer."""
+
+    name: str
+    engine: RequestMaker
+    runner: EngineRunner
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    chat_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Template variables for requests that do not set them."""
+    created: int = 0
+    """Seconds since 1970 at which the model was loaded."""
+
+
+class Phase(enum.Enum):
+    """Where the server is in its life."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class ServerState:
+    """The service, once there is one. Written by the thread that loads and by the one that shuts down, in this order."""
+
+    def __init__(self, watchdog_timeout: float) -> None:
+        self.watchdog_timeout = watchdog_timeout
+        self.phase = Phase.LOADING
+        self.service: Service | None = None
+
+    def ready(self, service: Service) -> None:
+        self.service = service
+        if self.phase is Phase.LOADING:  # a signal may have come first
+            self.phase = Phase.READY
+
+    def serving(self) -> Service:
+        """The service; ApiError 503 while there is none to take requests."""
+        if self.phase is Phase.DRAINING:
+            raise unavailable("the server is shutting down", {"connection": "close"})
+        if self.service is None:
+            raise unavailable("the model is loading; GET /ready answers 200 when it has", {"retry-after": "5"})
+        return self.service
+
+    def fault(self) -> str | None:
+        """Why the engine makes no progress, None if it does or has nothing to do."""
+        if self.service is None:
+            return None
+        runner = self.service.runner
+        if runner.failure is not None:
+            return f"the engine failed: {runner.failure}"
+        age = runner.last_step_age()
+        if age > self.watchdog_timeout:
+            return f"the engine has been in one step for {age:.0f} s, more than {self.watchdog_timeout:.0f} s"
+        return None

@@ -1,0 +1,187 @@
+"""The target model against transformers' golden files and the plain NumPy reference, in every program it has."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kimijax import checkpoint
+from kimijax.cache import PagedCache
+from kimijax.config import load_config
+from kimijax.model import Target, check_taps, declare_target
+from kimijax.sharding import make_mesh
+
+from . import golden, reference
+
+FAMILIES = tuple(golden.FAMILIES)
+LIMIT = 1e-4  # largest error relative to the largest logit
+
+
+def relative_error(found: np.ndarray, right: np.ndarray) -> float:
+    return float(np.abs(np.asarray(found, np.float64) - right).max() / np.abs(right).max())
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Target]:
+    """Loads a family's golden checkpoint in float32; written once a module."""
+    directories: dict[tuple[str, str | None], Path] = {}
+
+    def get(family: str, *, quantization: str | None = None, mesh: jax.sharding.Mesh | None = None) -> Target:
+        key = (family, quantization)
+        if key not in directories:
+            directories[key] = tmp_path_factory.mktemp(family)
+            golden.write_checkpoint(family, directories[key], dtype="float32", quantization=quantization)
+        config = load_config(directories[key])
+        return checkpoint.load(directories[key], config, mesh=mesh, dtype=jnp.float32)
+
+    return get
+
+
+def run_forward(model: Target, ids: np.ndarray, taps: tuple[int, ...] = ()) -> tuple[np.ndarray, dict, list]:
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def forward(state: nnx.State, ids: jax.Array):
+        out = nnx.merge(graph, state)(ids, taps=taps)
+        return out.logits, out.taps, [(r.experts, r.weights) for r in out.routing]
+
+    return forward(state, jnp.asarray(ids, jnp.int32)[None])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forward_equals_transformers(family: str, load: Callable[..., Target]) -> None:
+    """Logits, every tap, every expert choice and its weight, far beyond the original context."""
+    g = golden.load_golden(family)
+    model = load(family)
+    n = model.config.n_layers
+    logits, taps, routing = run_forward(model, g["ids"], tuple(range(n + 1)))
+    assert relative_error(logits[0], g["logits"]) < LIMIT
+    for tap in range(n + 1):
+        assert relative_error(taps[tap][0][g["tap_positions"]], g["taps"][tap]) < LIMIT, f"tap {tap}"
+    assert len(routing) == len(g["moe_layers"])
+    for (experts, weights), right, right_weights in zip(routing, g["experts"], g["expert_weights"], strict=True):
+        order = np.argsort(experts, axis=1)
+        np.testing.assert_array_equal(np.take_along_axis(np.asarray(experts), order, 1), right)
+        np.testing.assert_allclose(np.take_along_axis(np.asarray(weights), order, 1), right_weights, rtol=1e-4)
+    logits, _, routing = run_forward(model, g["long_ids"])
+    assert relative_error(logits[0][g["long_positions"]], g["long_logits"]) < LIMIT
+    for (experts, _), right in zip(routing, g["long_experts"], strict=True):
+        np.testing.assert_array_equal(np.sort(experts, axis=1), right)
+
+
+def decode_all(model: Target, ids: np.ndarray, chunks: list[int], page: int = 16) -> np.ndarray:
+    """Logits [T, V] of one sequence through pages: each chunk of 1 or 2 tokens absorbed, longer ones expanded."""
+    graph, state = nnx.split(model)
+    n_pages = -(-len(ids) // page)
+    cache = PagedCache.create(model.config, n_pages + 3, page, jnp.dtype(jnp.float32))
+    table = np.full((1, n_pages + 2), -1, np.int32)
+    table[0, :n_pages] = np.random.default_rng(0).permutation(n_pages) + 1
+
+    @partial(jax.jit, static_argnames="absorbed")
+    def step(state, cache, ids, start, absorbed):
+        model = nnx.merge(graph, state)
+        window = cache.read(jnp.asarray(table))
+        positions = start[:, None] + jnp.arange(ids.shape[1])[None]
+        if absorbed:
+            hidden, window = model.decode(ids, start, window)
+            rows = window.take(positions)
+        else:
+            hidden, rows = model.prefill(ids, start, window)
+        return model.logits(hidden.last)[0], cache.write(rows, jnp.asarray(table), positions)
+
+    out, at = [], 0
+    for size in chunks:
+        part = jnp.asarray(ids[at : at + size], jnp.int32)[None]
+        logits, cache = step(state, cache, part, jnp.asarray([at], jnp.int32), absorbed=size <= 2)
+        out.append(np.asarray(logits))
+        at += size
+    assert at == len(ids)
+    return np.concatenate(out)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_way_to_the_same_logits(family: str, load: Callable[..., Target]) -> None:
+    """Prefill = chunked prefill = token-by-token decode = several query tokens a step; expanded = absorbed."""
+    g = golden.load_golden(family)
+    model = load(family)
+    ids, right = g["ids"][:96], g["logits"][:96]
+    for chunks in ([96], [40, 40, 16], [1] * 96, [32] + [2] * 32):
+        assert relative_error(decode_all(model, ids, chunks), right) < LIMIT, chunks
+
+
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_eight_devices_give_one_device_s_logits(quantization: str | None, load: Callable[..., Target]) -> None:
+    family = "kimi_k25"
+    g = golden.load_golden(family)
+    mesh = make_mesh()
+    assert mesh.shape["tensor"] == 8
+    model = load(family, quantization=quantization, mesh=mesh)
+    with jax.set_mesh(mesh):
+        logits, _, _ = run_forward(model, g["ids"])
+        assert relative_error(logits[0], g["logits"]) < LIMIT
+        decoded = decode_all(model, g["ids"][:24], [16, 1, 1, 2, 2, 1, 1])
+    assert relative_error(decoded, g["logits"][:24]) < LIMIT
+
+
+@pytest.mark.parametrize("quantization", ["int4", "fp8"])
+def test_stored_forms_give_the_same_logits(quantization: str, load: Callable[..., Target]) -> None:
+    family = {"int4": "kimi_k25", "fp8": "deepseek_v3"}[quantization]
+    g = golden.load_golden(family)
+    logits, _, _ = run_forward(load(family, quantization=quantization), g["ids"])
+    assert relative_error(logits[0], g["logits"]) < LIMIT
+
+
+def test_greedy_text_equals_the_reference(load: Callable[..., Target]) -> None:
+    config = golden.FAMILIES["kimi_k25"]
+    prompt = golden.load_golden("kimi_k25")["ids"][:20].tolist()
+    right = reference.greedy(config, golden.hf_weights(config), prompt, 12)
+    model = load("kimi_k25")
+    ids = list(prompt)
+    for _ in range(12):
+        logits, _, _ = run_forward(model, np.asarray(ids + [0] * (32 - len(ids))))
+        ids.append(int(np.argmax(logits[0, len(ids) - 1])))
+    assert ids[len(prompt) :] == list(right)
+
+
+def test_packed_documents_do_not_see_each_other(load: Callable[..., Target]) -> None:
+    model = load("kimi_k25")
+    a, b = np.arange(9) % 100, (np.arange(7) * 5) % 100
+    graph, state = nnx.split(model)
+    row = jnp.asarray(np.concatenate([a, b]), jnp.int32)[None]
+    positions = jnp.asarray(np.concatenate([np.arange(9), np.arange(7)]), jnp.int32)[None]
+    segments = jnp.asarray([[0] * 9 + [1] * 7], jnp.int32)
+    packed = jax.jit(lambda s: nnx.merge(graph, s)(row, positions=positions, segments=segments).logits)(state)[0]
+    for part, found in ((a, packed[:9]), (b, packed[9:])):
+        alone, _, _ = run_forward(model, part)
+        assert relative_error(found, np.asarray(alone[0])) < 1e-5
+
+
+def test_bf16_stays_near_float32(load: Callable[..., Target]) -> None:
+    """Activations in bf16: the mean error of the logits is a few bf16 steps, and the router stays in float32."""
+    g = golden.load_golden("kimi_k25")
+    model = load("kimi_k25")
+    graph, state = nnx.split(model)
+    state = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 1 else x, state)
+    logits, _, routing = run_forward(nnx.merge(graph, state), g["ids"])
+    error = np.abs(np.asarray(logits[0]) - g["logits"]).mean() / g["logits"].std()
+    assert 1e-5 < error < 0.05
+    assert routing[0][1].dtype == jnp.float32
+
+
+def test_taps_out_of_range_are_refused() -> None:
+    config = load_config_of("moonlight")
+    with pytest.raises(ValueError, match="tap 99: expected 0"):
+        check_taps((99,), config)
+    with pytest.raises(ValueError, match="int4: the config declares"):
+        declare_target(config, dtype=jnp.dtype(jnp.float32), int4=True)
+
+
+def load_config_of(family: str):
+    from kimijax.config import parse_config
+
+    return parse_config(golden.FAMILIES[family])
