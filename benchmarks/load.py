@@ -4,10 +4,11 @@
     python -m benchmarks.load --devices 8          # the same, tensor-parallel over eight virtual devices
     python -m benchmarks.load --form bf16 --dtype float32 --cold
 
-Run from the root of the repository, on Linux. A random checkpoint of Kimi-K2.5's architecture is written once to a temporary directory. Each load runs in a process of
-its own and takes turns with `cat` and with a plain read of the same files into fresh memory: `cat` reuses one buffer
-that stays in the processor's cache, a load has to touch new memory for every byte. `peak_over_kept` is (peak resident memory while loading - resident memory before
-it) / bytes of the arrays that were loaded; 1.0 is the least there can be.
+Run from the root of the repository, on Linux. A random checkpoint of Kimi-K2.5's architecture is written once to a
+temporary directory. Each load runs in a process of its own and takes turns with `cat` and with a plain read of the same
+files into fresh memory: `cat` reuses one buffer that stays in the processor's cache, a load has to touch new memory for
+every byte. `peak_over_kept` is (peak resident memory while loading - resident memory before it) / bytes of the arrays
+that were loaded; 1.0 is the least there can be.
 """
 
 import argparse

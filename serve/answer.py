@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from kimijax.engine.request import StepOutput
 from kimijax.engine.runner import RunnerStoppedError
 from kimijax.errors import RequestError
+from kimijax.generate import Delta, TextStream
 
 from .errors import ApiError, refused, unavailable
 from .prepare import Job
-from .reasoning import AnswerText, Piece
 from .service import Service
 
 
@@ -20,14 +20,12 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
-    reasoning_tokens: int
 
-    def json(self) -> dict[str, object]:
+    def json(self) -> dict[str, int]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
 
@@ -43,10 +41,7 @@ class Answer:
         self._job = job
         self._outputs: asyncio.Queue[tuple[int, StepOutput]] = asyncio.Queue()
         self._open: dict[int, str] = {}  # choice -> id of its request in the engine
-        self._texts = [
-            AnswerText(service.tokenizer, request.prompt, stop=job.stop, split=job.split_reasoning)
-            for request in job.requests
-        ]
+        self._texts = [TextStream(service.tokenizer, request, stop=job.stop, raw=job.raw) for request in job.requests]
 
     @property
     def id(self) -> str:
@@ -56,15 +51,9 @@ class Answer:
     def n_choices(self) -> int:
         return len(self._texts)
 
-    def has_reasoning(self, index: int) -> bool:
-        return self._texts[index].has_reasoning
-
     def usage(self) -> Usage:
-        return Usage(
-            self._job.prompt_tokens,
-            sum(text.completion_tokens for text in self._texts),
-            sum(text.reasoning_tokens for text in self._texts),
-        )
+        """Counts up to now."""
+        return Usage(self._job.prompt_tokens, sum(text.completion_tokens for text in self._texts))
 
     async def __aenter__(self) -> "Answer":
         try:
@@ -100,7 +89,7 @@ class Answer:
             if isinstance(result, BaseException):
                 raise result
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """(choice, text) as it comes, until every choice is done. ApiError if the engine gave one of them up."""
         while self._open:
             index, output = await self._outputs.get()
@@ -110,9 +99,9 @@ class Answer:
                 raise ApiError(500, f"the engine failed on this request: {output.error}", kind="server_error")
             if output.finish_reason == "abort":
                 raise unavailable("the request was cut because the server is shutting down", {"connection": "close"})
-            piece = self._texts[index].feed(output)
-            if piece.done:
+            delta = self._texts[index].feed(output)
+            if delta.done:
                 request_id = self._open.pop(index)
                 if output.finish_reason is None:
                     self._service.runner.cancel(request_id)
-            yield index, piece
+            yield index, delta

@@ -1,4 +1,7 @@
-"""From the body of an HTTP request to requests for the engine. May take long for long prompts: runs in a worker thread."""
+"""From the body of an HTTP request to requests for the engine.
+
+Takes long for long prompts, so it runs in a worker thread.
+"""
 
 import uuid
 from collections.abc import Mapping, Sequence
@@ -26,7 +29,8 @@ class Job:
     requests: tuple[Request, ...]
     stop: tuple[str, ...]
     prompt_tokens: int
-    split_reasoning: bool
+    raw: bool
+    """Marks of reasoning are text like any other."""
 
 
 def prepare_chat(service: Service, body: ChatRequest) -> Job:
@@ -34,7 +38,13 @@ def prepare_chat(service: Service, body: ChatRequest) -> Job:
     if service.chat is None:
         raise RequestError("messages", "this checkpoint has no chat template; use /v1/completions")
     prompt = service.chat.encode(body.messages, **_template_arguments(service, body.chat_template_kwargs)).ids
-    return _job(service, body, "chatcmpl", [prompt], body.max_completion_tokens or body.max_tokens, split=True)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    try:
+        return _job(service, body, "chatcmpl", [prompt], max_tokens, raw=False)
+    except RequestError as error:
+        if error.field != "prompt":
+            raise
+        raise RequestError("messages", f"rendered as a prompt: {error.message}") from error
 
 
 def prepare_completion(service: Service, body: CompletionRequest) -> Job:
@@ -43,7 +53,7 @@ def prepare_completion(service: Service, body: CompletionRequest) -> Job:
         service.tokenizer.encode_with_specials(prompt) if isinstance(prompt, str) else prompt
         for prompt in _prompts(body.prompt)
     ]
-    return _job(service, body, "cmpl", prompts, body.max_tokens or COMPLETION_MAX_TOKENS, split=False)
+    return _job(service, body, "cmpl", prompts, body.max_tokens or COMPLETION_MAX_TOKENS, raw=True)
 
 
 def _template_arguments(service: Service, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,7 +87,7 @@ def _job(
     prompts: Sequence[Sequence[int]],
     max_tokens: int | None,
     *,
-    split: bool,
+    raw: bool,
 ) -> Job:
     n = body.n or 1
     config = service.engine.config
@@ -89,7 +99,7 @@ def _job(
         for i in range(n):
             sampling = _sampling(service, body, max_tokens, i)
             requests.append(service.engine.make_request(prompt, sampling, id=f"{job_id}-{len(requests)}"))
-    return Job(job_id, tuple(requests), body.stop, sum(map(len, prompts)), split)
+    return Job(job_id, tuple(requests), body.stop, sum(map(len, prompts)), raw)
 
 
 def _sampling(service: Service, body: GenerationRequest, max_tokens: int | None, index: int) -> Sampling:

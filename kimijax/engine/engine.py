@@ -103,20 +103,28 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """One chunk of prompt, if any waits, and one burst of decoding, if any request decodes."""
-        outputs: list[StepOutput] = []
+        return [*self.prefill_step(), *self.decode_step()]
+
+    def prefill_step(self) -> list[StepOutput]:
+        """One chunk of prompt, if any waits; the request's first token when the chunk was its last."""
         plan = self._scheduler.plan_prefill()
-        if plan is not None:
-            self._cache, token = self._programs.prefill(self._cache, plan)
-            plan.request.cached = plan.stop
-            if plan.last:
-                plan.request.phase = Phase.DECODE
-                outputs.append(self._commit(plan.request, np.asarray(token)))
+        if plan is None:
+            return []
+        self._cache, token = self._programs.prefill(self._cache, plan)
+        plan.request.cached = plan.stop
+        if not plan.last:
+            return []
+        plan.request.phase = Phase.DECODE
+        return [self._commit(plan.request, np.asarray(token))]
+
+    def decode_step(self) -> list[StepOutput]:
+        """One burst of decoding, if any request decodes."""
         decode = self._scheduler.plan_decode()
-        if decode is not None:
-            self._cache, drawn = self._programs.decode(self._cache, decode.requests, decode.n_steps)
-            for request, tokens in zip(decode.requests, np.asarray(drawn), strict=False):
-                outputs.append(self._commit(request, tokens[: decode.n_steps]))
-        return outputs
+        if decode is None:
+            return []
+        self._cache, drawn = self._programs.decode(self._cache, decode.requests, decode.n_steps)
+        rows = zip(decode.requests, np.asarray(drawn), strict=False)  # the last rows are padding
+        return [self._commit(request, tokens[: decode.n_steps]) for request, tokens in rows]
 
     def _commit(self, request: Request, tokens: np.ndarray) -> StepOutput:
         """Record drawn tokens up to the request's end."""

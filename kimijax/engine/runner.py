@@ -12,12 +12,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
+from .engine import EngineStats
 from .request import Request, StepOutput
-
-if TYPE_CHECKING:  # the runner works with any engine and needs no array library
-    from .engine import EngineStats
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +30,7 @@ class SteppedEngine(Protocol):
     def step(self) -> list[StepOutput]: ...
     @property
     def has_work(self) -> bool: ...
-    def stats(self) -> "EngineStats": ...
+    def stats(self) -> EngineStats: ...
     def recover(self) -> list[StepOutput]: ...
 
 
@@ -107,7 +105,7 @@ class EngineRunner:
         """End a request and free what it holds before the next step. Unknown and finished ids are ignored."""
         self._commands.put(_Cancel(request_id))
 
-    def stats(self) -> "EngineStats":
+    def stats(self) -> EngineStats:
         """The engine's counters after its latest step or command."""
         return self._stats
 
@@ -150,7 +148,7 @@ class EngineRunner:
                 self._engine.cancel(request_id)
             self._stats = self._engine.stats()
         except Exception as error:
-            # Nothing is known about the engine's state any more. The process stays, to say so when asked for its health.
+            # Nothing is known of the engine's state any more. The process stays, to say so when asked for its health.
             log.exception("the engine failed and could not be restored; it takes no more requests")
             reason = f"the engine failed: {error}"
             with self._changed:

@@ -1,0 +1,176 @@
+"""The server's settings and its command line, which is made from their definition.
+
+Flags have SGLang's names; vLLM's are aliases where they mean the same.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn, get_args
+
+from kimijax.engine.config import EngineConfig
+from kimijax.errors import ConfigError
+from kimijax.generate import DEFAULT_CONTEXT
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+Dtype = Literal["auto", "bfloat16", "float32"]
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a JSON object: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a JSON object like '{{\"thinking\": false}}'")
+    return value
+
+
+def _flag(help: str, *aliases: str, kind: Any = str, choices: Any = None) -> dict[str, Any]:
+    """Metadata of a field that is a flag: the field's name with dashes. `choices`: a Literal type."""
+    return {"help": help, "aliases": aliases, "type": kind, "choices": get_args(choices) or None}
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Checked when made: ConfigError names the flag."""
+
+    model_path: str = field(
+        default="nano", metadata=_flag("checkpoint directory, or nano, the model that comes with kimijax", "--model")
+    )
+    served_model_name: str | None = field(
+        default=None, metadata=_flag("name in requests and answers (default: the model's own)")
+    )
+    host: str = field(default="127.0.0.1", metadata=_flag("address to listen on"))
+    port: int = field(default=30000, metadata=_flag("port to listen on; 0 takes a free one", kind=int))
+    context_length: int | None = field(
+        default=None,
+        metadata=_flag(
+            f"tokens of prompt and answer together (default: the model's, at most {DEFAULT_CONTEXT})",
+            "--max-model-len",
+            kind=int,
+        ),
+    )
+    max_running_requests: int = field(
+        default=16, metadata=_flag("requests that decode together", "--max-num-seqs", kind=int)
+    )
+    max_queued_requests: int = field(
+        default=1024,
+        metadata=_flag("requests that may wait; more are answered 503", "--max-num-queued-reqs", kind=int),
+    )
+    page_size: int = field(default=64, metadata=_flag("tokens in a page of the cache", "--block-size", kind=int))
+    max_total_tokens: int | None = field(
+        default=None,
+        metadata=_flag("tokens the cache holds (default: a full context for every running request)", kind=int),
+    )
+    chunked_prefill_size: int = field(default=512, metadata=_flag("prompt tokens computed in one step", kind=int))
+    tp: int = field(
+        default=1,
+        metadata=_flag(
+            "devices to split the model over (tensor-parallel)", "--tp-size", "--tensor-parallel-size", "-tp", kind=int
+        ),
+    )
+    dtype: Dtype = field(
+        default="auto",
+        metadata=_flag("of weights and activations; auto is float32 on CPUs, bfloat16 elsewhere", choices=Dtype),
+    )
+    default_chat_template_kwargs: dict[str, Any] = field(
+        default_factory=dict,
+        metadata=_flag("JSON object of template variables for requests that set none", kind=_json_object),
+    )
+    log_level: LogLevel = field(default="info", metadata=_flag("what is logged", choices=LogLevel))
+    shutdown_timeout: float = field(
+        default=30.0,
+        metadata=_flag("seconds that requests have to finish after SIGTERM before they are cut", kind=float),
+    )
+    watchdog_timeout: float = field(
+        default=300.0, metadata=_flag("seconds in one step after which /health reports a fault", kind=float)
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError("--port", self.port, "0 ... 65535")
+        positive = ("max_running_requests", "page_size", "chunked_prefill_size", "tp", "watchdog_timeout")
+        for name in (*positive, "context_length", "max_total_tokens"):
+            value = vars(self)[name]
+            if value is not None and not value > 0:
+                raise ConfigError(flag_name(name), value, "a number above 0")
+        for name in ("max_queued_requests", "shutdown_timeout"):
+            if not vars(self)[name] >= 0:
+                raise ConfigError(flag_name(name), vars(self)[name], "0 or more")
+        for name in ("model_path", "served_model_name", "host"):
+            if vars(self)[name] == "":
+                raise ConfigError(flag_name(name), "", "a non-empty text")
+
+    def engine_config(self, model_limit: int) -> EngineConfig:
+        """The engine's sizes, for a model with `model_limit` positions. ConfigError names the flag at fault."""
+        page = self.page_size
+        context = self.context_length
+        if context is None:
+            context = min(model_limit, DEFAULT_CONTEXT) // page * page
+        if not 0 < context <= model_limit or context % page:
+            raise ConfigError(
+                "--context-length",
+                context,
+                f"at most the model's {model_limit}, and a multiple of --page-size ({page})",
+            )
+        total = self.max_total_tokens
+        if total is not None and total < context:
+            raise ConfigError("--max-total-tokens", total, f"at least one full context, {context} tokens")
+        return EngineConfig(
+            max_batch=self.max_running_requests,
+            context_length=context,
+            page_size=page,
+            n_pages=None if total is None else total // page,
+            chunk_size=self.chunked_prefill_size,
+            max_queued=self.max_queued_requests,
+        )
+
+
+def flag_name(name: str) -> str:
+    """The flag of a field: --model-path of model_path."""
+    return "--" + name.replace("_", "-")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
+
+
+class _Once(argparse.Action):
+    """Stores a value; a second one, under whatever alias, is an error: neither may silently win."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if self.dest in vars(namespace):
+            parser.error(f"{option}: {flag_name(self.dest)} is given twice")
+        setattr(namespace, self.dest, values)
+
+
+def parse_args(arguments: Sequence[str] | None = None) -> ServerConfig:
+    """The configuration of a command line (default: this process's). Exits with code 2 and one line if it is wrong."""
+    parser = _Parser(
+        prog="kimijax.serve", description="Serve a Kimi checkpoint with OpenAI's protocol.", allow_abbrev=False
+    )
+    for f in dataclasses.fields(ServerConfig):
+        m = f.metadata
+        default = f.default if f.default is not dataclasses.MISSING else {}
+        text = m["help"] if default is None else f"{m['help']} (default: {default})"
+        parser.add_argument(
+            flag_name(f.name),
+            *m["aliases"],
+            dest=f.name,
+            action=_Once,
+            type=m["type"],
+            choices=m["choices"],
+            default=argparse.SUPPRESS,
+            metavar=None if m["choices"] else m["type"].__name__.strip("_").upper(),
+            help=text.replace("%", "%%"),
+        )
+    try:
+        return ServerConfig(**vars(parser.parse_args(arguments)))
+    except ConfigError as error:
+        parser.error(str(error))
