@@ -6,8 +6,8 @@ What the figures mean. Every batch gets its own engine of exactly that many rows
     prefill tok/s = batch * prompt_len / time from adding the requests until each has its first token
     decode  tok/s = batch * (gen_len - 1) / time after that
 
-Decoding is greedy and ignores end tokens, so that every run makes the same tokens. The first run compiles and is
-not counted; the others must compile nothing.
+Decoding is greedy and ignores end tokens, so that every run makes the same tokens. Runs count from the first one on
+before which a whole run compiled nothing, and must compile nothing themselves.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ from .model import Target
 
 FIRST_ID = 16  # the ids below are special in many vocabularies
 N_IDS = 8  # tokens of row 0 that are shown, to compare implementations
+MAX_WARM_UP = 3  # runs that may compile
 
 Clock = Callable[[], float]
 
@@ -76,8 +77,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        values = [round(v, 3) for v in values]
-        return cls(statistics.median(values), min(values), max(values), len(values))
+        return cls(round(statistics.median(values), 3), round(min(values), 3), round(max(values), 3), len(values))
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,9 @@ class BatchResult:
     """The figures of one batch size."""
 
     batch: int
-    compile_s: float  # the uncounted first run, less the median of the counted ones
-    n_compiled: int
+    compile_s: float  # what the runs that compiled took longer than one that counts
+    n_compiled: int  # programs; a server compiles more, for the sizes that this workload has not
+    warm_up_runs: int  # runs that compiled something
     prefill_tok_s: Spread
     decode_tok_s: Spread
     peak_rss_mb: int  # of the process so far: it only grows from one batch to the next
@@ -158,27 +159,34 @@ def _collect(rows: dict[str, list[int]], outputs: Sequence[StepOutput]) -> None:
 def measure(
     engine: SteppedEngine, prompts: Sequence[Sequence[int]], gen_len: int, runs: int, clock: Clock = time.perf_counter
 ) -> BatchResult:
-    """One batch size: a first run that compiles, then `runs` that count.
+    """One batch size: runs until one compiles nothing, then `runs` that count.
 
     Raises:
-      RuntimeError: a counted run compiled something, so its time is not the engine's.
+      RuntimeError: the engine keeps compiling, so no time is its own.
     """
-    first = run_once(engine, prompts, gen_len, clock)
-    compiled = engine.n_compiled()
+    warm_up: list[Run] = []
+    compiled = -1
+    while (now := engine.n_compiled()) != compiled:
+        if len(warm_up) > MAX_WARM_UP:
+            raise RuntimeError(f"the engine still compiles after {len(warm_up)} equal runs")
+        compiled = now
+        warm_up.append(run_once(engine, prompts, gen_len, clock))
     done = [run_once(engine, prompts, gen_len, clock) for _ in range(runs)]
     if engine.n_compiled() != compiled:
         raise RuntimeError(f"{engine.n_compiled() - compiled} programs were compiled in runs that count")
     batch, length = len(prompts), len(prompts[0])
+    compiling = [r.prefill_s + r.decode_s for r in warm_up[:-1]]
     steady = statistics.median(r.prefill_s + r.decode_s for r in done)
     return BatchResult(
         batch=batch,
-        compile_s=round(max(first.prefill_s + first.decode_s - steady, 0.0), 2),
+        compile_s=round(sum(max(s - steady, 0.0) for s in compiling), 2),
         n_compiled=compiled,
+        warm_up_runs=len(compiling),
         prefill_tok_s=Spread.of([batch * length / r.prefill_s for r in done]),
         decode_tok_s=Spread.of([batch * (gen_len - 1) / r.decode_s for r in done]),
         peak_rss_mb=peak_rss_mb(),
-        ids=first.rows[0][:N_IDS],
-        repeatable=all(r.rows == first.rows for r in done),
+        ids=done[0].rows[0][:N_IDS],
+        repeatable=all(r.rows == done[0].rows for r in (*warm_up, *done)),
     )
 
 
@@ -191,9 +199,9 @@ def peak_rss_mb() -> int:
 def host_gflops(seconds: float = 0.4) -> float:
     """GFLOP/s of NumPy's float32 matrix product on the host: low when something else has the processor."""
     a = np.ones((512, 512), np.float32)
-    n, t0 = 0, time.perf_counter()
+    out, n, t0 = np.empty_like(a), 0, time.perf_counter()
     while time.perf_counter() - t0 < seconds:
-        a @ a
+        np.matmul(a, a, out=out)
         n += 1
     return round(2 * 512**3 * n / (time.perf_counter() - t0) / 1e9, 1)
 
@@ -239,8 +247,8 @@ def report(
         "version": __version__,
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "device": f"{jax.devices()[0].device_kind} ({jax.default_backend()})",
-        "cores": os.process_cpu_count() if sys.version_info >= (3, 13) else os.cpu_count(),
+        "device": jax.devices()[0].device_kind,
+        "cores": os.cpu_count(),
         "prompt_len": work.prompt_len,
         "gen_len": work.gen_len,
         "context_length": engine.context_length,
@@ -263,7 +271,8 @@ def render(row: dict[str, Any]) -> Table:
         table.add_column(header, justify="right")
     table.add_column("ids of row 0")
     for r in row["by_batch"]:
-        speeds = [f"{s['median']:,.1f} ({s['min']:,.1f}-{s['max']:,.1f})" for s in (r["prefill_tok_s"], r["decode_tok_s"])]
+        spreads = (r["prefill_tok_s"], r["decode_tok_s"])
+        speeds = [f"{s['median']:,.1f} ({s['min']:,.1f}-{s['max']:,.1f})" for s in spreads]
         ids = " ".join(map(str, r["ids"])) + ("" if r["repeatable"] else " NOT REPEATABLE")
         table.add_row(str(r["batch"]), str(r["compile_s"]), *speeds, f"{r['peak_rss_mb']:,}", ids)
     return table
@@ -280,7 +289,7 @@ def _batches(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError as e:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected integers separated by commas, such as 1,8,32") from e
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected integers and commas, such as 1,8,32") from e
 
 
 def parser() -> argparse.ArgumentParser:
@@ -314,9 +323,7 @@ def offline(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     results = []
     for engine, rows in zip(engines, prompts, strict=True):
         console.print(f"batch {len(rows)}: compiling, then {work.runs} runs", highlight=False)
-        # The protocol's make_request asks for less than the engine's own, keyword `id`, offers.
-        stepped = cast(SteppedEngine, Engine(model, engine))
-        results.append(measure(stepped, rows, work.gen_len, work.runs))
+        results.append(measure(Engine(model, engine), rows, work.gen_len, work.runs))
     facts = {
         "model": str(args.model),
         "dtype": dtype,

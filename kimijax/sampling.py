@@ -15,7 +15,7 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingRows:
-    """Settings of B rows, on the device. A temperature of 0 is greedy."""
+    """Settings of B rows, on the device. A temperature of 0 is greedy, and so is top_k 1."""
 
     temperature: jax.Array  # float32 [B]
     top_k: jax.Array  # int32 [B], 0 off
@@ -51,15 +51,25 @@ def _largest_threshold(holds: Callable[[jax.Array], jax.Array], rows: int) -> ja
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
+# Below the smallest normal float32 a temperature would divide as 0, or overflow: such a row is greedy.
+_COLDEST = float(np.finfo(np.float32).tiny)
+
+
+def _tempered(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """logits / temperature, float32 [B, V], with the top at 0: finite at any temperature, and exact for cold rows."""
+    t = jnp.where(rows.temperature >= _COLDEST, rows.temperature, 1.0)[:, None]
+    logits = logits.astype(jnp.float32)
+    return (logits - logits.max(axis=-1, keepdims=True)) / t
+
+
 def filtered(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     """Tempered probabilities [B, V] after top_k, top_p and min_p, renormalised.
 
     top_k keeps the k most probable tokens, top_p the smallest set of most probable tokens whose sum reaches p, min_p
-    those with at least min_p times the top's probability; tokens tied at a threshold are all kept. Rows of temperature
-    0 are treated as temperature 1: their draw ignores this.
+    those with at least min_p times the top's probability; tokens tied at a threshold are all kept. Rows too cold to
+    divide by (`_COLDEST`) are treated as temperature 1: their draw ignores this.
     """
-    t = jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-    p = jax.nn.softmax(logits.astype(jnp.float32) / t, axis=-1)
+    p = jax.nn.softmax(_tempered(logits, rows), axis=-1)
     n = p.shape[0]
 
     def at_least_k(threshold: jax.Array) -> jax.Array:
@@ -104,21 +114,24 @@ def sample(logits: jax.Array, rows: SamplingRows, position: jax.Array, n_tokens:
     if n_tokens < v:
         logits = jnp.where((jnp.arange(v) < n_tokens)[None], logits, -jnp.inf)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    # top_k 1 keeps every token that ties for the top, but means one token: the greedy one.
+    is_greedy = (rows.temperature < _COLDEST) | (rows.top_k == 1)
 
-    def draw(logp: jax.Array) -> jax.Array:
-        drawn = jnp.argmax(logp + gumbel(rows.seed, position, v), axis=-1).astype(jnp.int32)
-        return jnp.where(rows.temperature > 0, drawn, greedy)
+    def draw(scores: jax.Array) -> jax.Array:
+        drawn = jnp.argmax(scores + gumbel(rows.seed, position, v), axis=-1).astype(jnp.int32)
+        return jnp.where(is_greedy, greedy, drawn)
 
     def plain() -> jax.Array:
-        return draw(logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None])
+        return draw(_tempered(logits, rows))
 
     def with_filters() -> jax.Array:
-        return draw(jnp.log(filtered(logits, rows)))
+        # Not log(filtered): a row without filters must draw the same, to the bit, beside rows that have some.
+        return draw(jnp.where(filtered(logits, rows) > 0, _tempered(logits, rows), -jnp.inf))
 
     unfiltered = (rows.top_k == 0) & (rows.top_p >= 1) & (rows.min_p <= 0)
     # The two conditions skip work on the device; the draw itself is the same with or without them.
     return jax.lax.cond(
-        (rows.temperature <= 0).all(),
+        is_greedy.all(),
         lambda: greedy,
-        lambda: jax.lax.cond((unfiltered | (rows.temperature <= 0)).all(), plain, with_filters),
+        lambda: jax.lax.cond((unfiltered | is_greedy).all(), plain, with_filters),
     )

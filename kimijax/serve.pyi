@@ -10,3 +10,4 @@ from serve import prepare as prepare
 from serve import responses as responses
 from serve import service as service
 from serve import shutdown as shutdown
+from serve import startup as startup

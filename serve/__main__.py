@@ -6,108 +6,23 @@ port answers from the start: /health 200, everything that needs the model 503 un
 
 import logging
 import os
-import socket
 import sys
 import threading
-import time
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
-import orjson
 import uvicorn
 
 import kimijax
-from kimijax.config import load_config
-from kimijax.engine.runner import EngineRunner
-from kimijax.errors import CheckpointError, ConfigError, TemplateError, TokenizerError
-from kimijax.generate import LLM, load_tokenizer, model_directory
+from kimijax.generate import LLM
 
 from .app import create_app
 from .config import ServerConfig, parse_args
 from .service import ServerState, Service
 from .shutdown import DrainingServer
+from .startup import USER_ERRORS, bind, check_files, example, load_service
 
 log = logging.getLogger("kimijax.serve")
-
-# What a user can cause and a line of text can explain.
-USER_ERRORS = (ConfigError, CheckpointError, TokenizerError, TemplateError)
-_DTYPES = {"auto": None, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
-_BACKLOG = 2048
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. ConfigError if the address is no address of this machine, or taken."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ConfigError("--host", host, "a name or address of this machine", error.strerror or "") from error
-    listener = socket.socket(family, kind, protocol)
-    try:
-        # So that a restart need not wait for the old connections; a port that another process listens on stays taken.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        why = f"{error.strerror}; is another server running? --port 0 takes a free one"
-        raise ConfigError("--port", port, f"a port of {host} that is free", why) from error
-    return listener
-
-
-def check_files(config: ServerConfig) -> int:
-    """Read all that is small in the checkpoint; the model's number of positions. Raises what is wrong with it."""
-    directory = model_directory(config.model_path)
-    target = load_config(directory)
-    tokenizer, chat = load_tokenizer(directory, target)
-    if tokenizer is None:
-        raise TokenizerError(f"{directory}: found no tiktoken.model and tokenizer_config.json; a server needs both")
-    if chat is None:
-        log.warning("%s has no chat template: only /v1/completions will answer", directory)
-    return target.max_positions
-
-
-def load_service(config: ServerConfig, model_limit: int) -> tuple[Service, LLM]:
-    """Load the weights, compile, and start the engine's thread."""
-    llm = kimijax.load(
-        config.model_path,
-        engine=config.engine_config(model_limit),
-        dtype=_DTYPES[config.dtype],
-        tensor_parallel=config.tp,
-        progress=True,
-    )
-    if llm.tokenizer is None:
-        raise TokenizerError(f"{config.model_path}: the tokenizer files vanished while the server started")
-    started = time.monotonic()
-    llm.engine.warm_up(log.info)
-    log.info("warm-up took %.1f s", time.monotonic() - started)
-    service = Service(
-        name=config.served_model_name or llm.name,
-        engine=llm.engine,
-        runner=EngineRunner(llm.engine).start(),
-        tokenizer=llm.tokenizer,
-        chat=llm.chat,
-        defaults=llm.defaults,
-        chat_kwargs={**llm.default_chat_kwargs, **config.default_chat_template_kwargs},
-        created=int(time.time()),
-    )
-    return service, llm
-
-
-def example(config: ServerConfig, port: int, service: Service) -> str:
-    """A command line that gets an answer."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-    question = "What does textwrap.dedent do?"
-    if service.chat is None:
-        path, body = "completions", {"model": service.name, "prompt": question}
-    else:
-        path = "chat/completions"
-        body = {"model": service.name, "messages": [{"role": "user", "content": question}]}
-    quoted = orjson.dumps(body).decode().replace("'", "'\\''")
-    return f"curl {url}/{path} -H 'Content-Type: application/json' -d '{quoted}'"
 
 
 class Loader(threading.Thread):

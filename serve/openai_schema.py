@@ -14,8 +14,9 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    ValidationInfo,
     WithJsonSchema,
-    model_validator,
+    field_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -131,11 +132,12 @@ class GenerationRequest(_Body):
     service_tier: Annotated[Any, _Only("auto", "default", None)] = None
     skip_special_tokens: Annotated[Any, _Only(True, None)] = None
 
-    @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> "GenerationRequest":
-        if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("value", "stream_options: found without stream, expected stream to be true")
-        return self
+    @field_validator("stream_options")
+    @classmethod
+    def _needs_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise PydanticCustomError("value", "found without stream, expected stream to be true")
+        return value
 
 
 class ChatRequest(GenerationRequest):
@@ -164,13 +166,12 @@ class ChatRequest(GenerationRequest):
     web_search_options: Annotated[Any, _Only(None)] = None
     verbosity: Annotated[Any, _Only("medium", None)] = None
 
-    @model_validator(mode="after")
-    def _one_limit(self) -> "ChatRequest":
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise PydanticCustomError(
-                "value", "max_tokens: found another value than max_completion_tokens, expected only one of the two"
-            )
-        return self
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _one_limit(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if None not in (value, other := info.data.get("max_tokens")) and value != other:
+            raise _wrong(value, f"what max_tokens says, {other}, or only one of the two")
+        return value
 
 
 class CompletionRequest(GenerationRequest):

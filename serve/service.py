@@ -48,7 +48,7 @@ class Phase(enum.Enum):
 
 
 class ServerState:
-    """The service, once there is one. The loader's thread sets it; the thread that shuts down only changes the phase."""
+    """The service, once there is one. The loader's thread sets it; the one that shuts down changes the phase only."""
 
     def __init__(self, watchdog_timeout: float) -> None:
         self.watchdog_timeout = watchdog_timeout

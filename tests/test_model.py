@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +32,19 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Target]:
     """Loads a family's golden checkpoint in float32; written once a module."""
     directories: dict[tuple[str, str | None], Path] = {}
 
-    def get(family: str, *, quantization: str | None = None, mesh: jax.sharding.Mesh | None = None) -> Target:
+    def get(
+        family: str,
+        *,
+        quantization: str | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+        dtype: Any = jnp.float32,
+    ) -> Target:
         key = (family, quantization)
         if key not in directories:
             directories[key] = tmp_path_factory.mktemp(family)
             golden.write_checkpoint(family, directories[key], dtype="float32", quantization=quantization)
         config = load_config(directories[key])
-        return checkpoint.load(directories[key], config, mesh=mesh, dtype=jnp.float32)
+        return checkpoint.load(directories[key], config, mesh=mesh, dtype=dtype)
 
     return get
 
@@ -74,44 +81,48 @@ def test_forward_equals_transformers(family: str, load: Callable[..., Target]) -
         np.testing.assert_array_equal(np.sort(experts, axis=1), right)
 
 
-def decode_all(model: Target, ids: np.ndarray, chunks: list[int], page: int = 16) -> np.ndarray:
-    """Logits [T, V] of one sequence through pages: each chunk of 1 or 2 tokens absorbed, longer ones expanded."""
-    graph, state = nnx.split(model)
-    n_pages = -(-len(ids) // page)
-    cache = PagedCache.create(model.config, n_pages + 3, page, jnp.dtype(jnp.float32))
-    table = np.full((1, n_pages + 2), -1, np.int32)
-    table[0, :n_pages] = np.random.default_rng(0).permutation(n_pages) + 1
+class PagedDecoder:
+    """One sequence through pages in shuffled order: chunks of 1 or 2 tokens absorbed, longer ones expanded."""
 
-    @partial(jax.jit, static_argnames="absorbed")
-    def step(state, cache, ids, start, absorbed):
-        model = nnx.merge(graph, state)
-        window = cache.read(jnp.asarray(table))
+    def __init__(self, model: Target, n_tokens: int, page: int = 16) -> None:
+        n_pages = -(-n_tokens // page)
+        self.table = np.full((1, n_pages + 2), -1, np.int32)
+        self.table[0, :n_pages] = np.random.default_rng(0).permutation(n_pages) + 1
+        self.new_cache = partial(PagedCache.create, model.config, n_pages + 3, page, jnp.dtype(jnp.float32))
+        self.graph, self.state = nnx.split(model)
+        self.step = jax.jit(self._step, static_argnames="absorbed")
+
+    def _step(self, state: nnx.State, cache: PagedCache, ids: jax.Array, start: jax.Array, absorbed: bool):
+        model, table = nnx.merge(self.graph, state), jnp.asarray(self.table)
+        window = cache.read(table)
         positions = start[:, None] + jnp.arange(ids.shape[1])[None]
         if absorbed:
             hidden, window = model.decode(ids, start, window)
             rows = window.take(positions)
         else:
             hidden, rows = model.prefill(ids, start, window)
-        return model.logits(hidden.last)[0], cache.write(rows, jnp.asarray(table), positions)
+        return model.logits(hidden.last)[0], cache.write(rows, table, positions)
 
-    out, at = [], 0
-    for size in chunks:
-        part = jnp.asarray(ids[at : at + size], jnp.int32)[None]
-        logits, cache = step(state, cache, part, jnp.asarray([at], jnp.int32), absorbed=size <= 2)
-        out.append(np.asarray(logits))
-        at += size
-    assert at == len(ids)
-    return np.concatenate(out)
+    def logits(self, ids: np.ndarray, chunks: list[int]) -> np.ndarray:
+        """Logits [T, V] of ids [T], cut into `chunks`."""
+        out, at, cache = [], 0, self.new_cache()
+        for size in chunks:
+            part = jnp.asarray(ids[at : at + size], jnp.int32)[None]
+            logits, cache = self.step(self.state, cache, part, jnp.asarray([at], jnp.int32), absorbed=size <= 2)
+            out.append(np.asarray(logits))
+            at += size
+        assert at == len(ids)
+        return np.concatenate(out)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_way_to_the_same_logits(family: str, load: Callable[..., Target]) -> None:
     """Prefill = chunked prefill = token-by-token decode = several query tokens a step; expanded = absorbed."""
     g = golden.load_golden(family)
-    model = load(family)
     ids, right = g["ids"][:96], g["logits"][:96]
-    for chunks in ([96], [40, 40, 16], [1] * 96, [32] + [2] * 32):
-        assert relative_error(decode_all(model, ids, chunks), right) < LIMIT, chunks
+    decoder = PagedDecoder(load(family), len(ids))
+    for chunks in ([96], [48, 48], [1] * 96, [48] + [2] * 12 + [1] * 24):
+        assert relative_error(decoder.logits(ids, chunks), right) < LIMIT, chunks
 
 
 @pytest.mark.parametrize("quantization", [None, "int4"])
@@ -124,7 +135,7 @@ def test_eight_devices_give_one_device_s_logits(quantization: str | None, load: 
     with jax.set_mesh(mesh):
         logits, _, _ = run_forward(model, g["ids"])
         assert relative_error(logits[0], g["logits"]) < LIMIT
-        decoded = decode_all(model, g["ids"][:24], [16, 1, 1, 2, 2, 1, 1])
+        decoded = PagedDecoder(model, 24).logits(g["ids"][:24], [16, 1, 1, 2, 2, 1, 1])
     assert relative_error(decoded, g["logits"][:24]) < LIMIT
 
 
@@ -139,13 +150,11 @@ def test_stored_forms_give_the_same_logits(quantization: str, load: Callable[...
 def test_greedy_text_equals_the_reference(load: Callable[..., Target]) -> None:
     config = golden.FAMILIES["kimi_k25"]
     prompt = golden.load_golden("kimi_k25")["ids"][:20].tolist()
-    right = reference.greedy(config, golden.hf_weights(config), prompt, 12)
-    model = load("kimi_k25")
-    ids = list(prompt)
-    for _ in range(12):
-        logits, _, _ = run_forward(model, np.asarray(ids + [0] * (32 - len(ids))))
-        ids.append(int(np.argmax(logits[0, len(ids) - 1])))
-    assert ids[len(prompt) :] == list(right)
+    right = list(reference.greedy(config, golden.hf_weights(config), prompt, 12))
+    decoder = PagedDecoder(load("kimi_k25"), len(prompt) + len(right))
+    chunks = [len(prompt)] + [1] * (len(right) - 1)
+    logits = decoder.logits(np.asarray(prompt + right[:-1]), chunks)  # fed the right tokens: each must be the argmax
+    assert np.argmax(logits[len(prompt) - 1 :], axis=1).tolist() == right
 
 
 def test_packed_documents_do_not_see_each_other(load: Callable[..., Target]) -> None:
@@ -162,14 +171,13 @@ def test_packed_documents_do_not_see_each_other(load: Callable[..., Target]) -> 
 
 
 def test_bf16_stays_near_float32(load: Callable[..., Target]) -> None:
-    """Activations in bf16: the mean error of the logits is a few bf16 steps, and the router stays in float32."""
+    """bf16 weights and activations: where no expert choice flips, the logits are a few bf16 steps off; routing is f32."""
     g = golden.load_golden("kimi_k25")
-    model = load("kimi_k25")
-    graph, state = nnx.split(model)
-    state = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 1 else x, state)
-    logits, _, routing = run_forward(nnx.merge(graph, state), g["ids"])
-    error = np.abs(np.asarray(logits[0]) - g["logits"]).mean() / g["logits"].std()
-    assert 1e-5 < error < 0.05
+    logits, _, routing = run_forward(load("kimi_k25", dtype=jnp.bfloat16), g["ids"])
+    same = np.all([(np.sort(e, axis=1) == r).all(axis=1) for (e, _), r in zip(routing, g["experts"], strict=True)], 0)
+    error = np.abs(np.asarray(logits[0]) - g["logits"])[same] / g["logits"].std()
+    assert same.mean() > 0.5
+    assert 1e-4 < error.mean() < 0.05
     assert routing[0][1].dtype == jnp.float32
 
 

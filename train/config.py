@@ -120,7 +120,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
 
     Args:
       name: a recipe's name, or a path that ends in `.toml`.
-      overrides: `table.field=value` with a TOML value; a field of a table within a table is `model.rope_scaling.factor`.
+      overrides: `table.field=value` with a TOML value; tables nest, as in `model.rope_scaling.factor=8.0`.
     Raises:
       ConfigError: no such recipe, an unknown or missing field, a value of the wrong type or out of range.
     """

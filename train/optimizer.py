@@ -43,7 +43,7 @@ def parameter_name(path: tuple[Any, ...]) -> str:
     return str(keys[-1])
 
 
-def matrix_axes(params: nnx.State) -> Any:
+def matrix_axes(params: optax.Params) -> Any:
     """Muon's axes for every matrix, None for what AdamW trains."""
 
     def axes(path: tuple[Any, ...], x: jax.Array) -> MuonDimensionNumbers | None:

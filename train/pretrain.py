@@ -6,11 +6,10 @@ the forward pass (straight-through gradient), as they will be stored.
 """
 
 import dataclasses
-import json
-import time
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,11 @@ from flax import nnx
 
 from kimijax import quant
 from kimijax.config import TargetConfig
+from kimijax.errors import ConfigError
 from kimijax.model import Target, declare_target, initialise
 
 from .config import PretrainConfig
+from .metrics import MetricsLog
 from .optimizer import FROZEN, make_optimizer, parameter_name
 from .packing import Documents, Rows, pack
 
@@ -77,20 +78,22 @@ class Pretrainer:
         params = nnx.state(initialise(nnx.merge(self.graph, self._abstract), self.config.seed))
         return TrainState(params, jax.jit(self._optimizer.init)(params), jnp.int32(0))
 
-    def _model(self, params: nnx.State, int4_experts: bool) -> Target:
-        def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+    def model(self, params: nnx.State, int4_experts: bool) -> Target:
+        """The model that a step computes with: weights in the compute dtype, routed experts rounded to INT4 or not."""
+
+        def computed(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
             if parameter_name(path) == FROZEN:
                 return x
             x = x.astype(self._dtype)
             return _round_to_int4(x) if int4_experts and _is_routed_expert(path) else x
 
-        return nnx.merge(self.graph, jax.tree_util.tree_map_with_path(cast, params))
+        return nnx.merge(self.graph, jax.tree_util.tree_map_with_path(computed, params))
 
     def _losses(
         self, params: nnx.State, batch: Batch, experts: str, int4_experts: bool
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Negative log-likelihood [B, T] in nats, and the rows of each expert per MoE layer, [E] each."""
-        model = self._model(params, int4_experts)
+        model = self.model(params, int4_experts)
         out = model(batch.ids[:, :-1], positions=batch.positions, segments=batch.segments, experts=experts)
         nll = optax.softmax_cross_entropy_with_integer_labels(out.logits, batch.ids[:, 1:])
         n_experts = out.routing[0].scores.shape[-1]
@@ -105,7 +108,7 @@ class Pretrainer:
         (value, loads), gradient = jax.value_and_grad(loss, has_aux=True)(state.params)
         updates, optimizer = self._optimizer.update(gradient, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
-        params = _balance(params, loads, self.config.balance_rate)
+        params = _balance(cast(nnx.State, params), loads, self.config.balance_rate)
         max_load = jnp.stack([n.max() / n.astype(jnp.float32).mean() for n in loads]).max()
         metrics = StepMetrics(value, optax.global_norm(gradient), max_load)
         return TrainState(params, optimizer, state.step + 1), metrics
@@ -116,8 +119,9 @@ def _is_routed_expert(path: tuple[Any, ...]) -> bool:
 
 
 def _round_to_int4(w: jax.Array) -> jax.Array:
-    """The stored value of w, with the gradient of w."""
-    stored = quant.dequantize(quant.quantize(jax.lax.stop_gradient(w)), w.dtype)
+    """The stored value of w (bf16, then INT4, as a checkpoint is written), with the gradient of w."""
+    exact = jax.lax.stop_gradient(w).astype(jnp.bfloat16)
+    stored = quant.dequantize(quant.quantize(exact), w.dtype)
     return w + jax.lax.stop_gradient(stored - w)
 
 
@@ -179,9 +183,40 @@ def evaluate(
     return HeldOut(nats / n_bytes, nats / n_tokens)
 
 
-def checkpoints(folder: Path) -> ocp.CheckpointManager:
-    """Atomic checkpoints of a run, the newest three kept."""
-    return ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=3))
+CHECKPOINTS = "checkpoints"  # folder within a run's folder
+
+
+def checkpoints(out: Path, *, read_only: bool = False) -> ocp.CheckpointManager:
+    """Atomic checkpoints of the run in `out`, the newest three kept; half-written ones are ignored.
+
+    A reader of a run that another process is training must be `read_only`: opening for writing removes what looks like
+    the rest of a killed save.
+    """
+    if read_only:  # the other two are what read_only implies; not saying so is a warning
+        options = ocp.CheckpointManagerOptions(read_only=True, create=False, save_interval_steps=0)
+    else:
+        options = ocp.CheckpointManagerOptions(max_to_keep=3)
+    return ocp.CheckpointManager((out / CHECKPOINTS).absolute(), options=options)
+
+
+def last_step(out: Path) -> int | None:
+    """The newest complete checkpoint's step, or None."""
+    if not (out / CHECKPOINTS).is_dir():
+        return None
+    with checkpoints(out, read_only=True) as manager:
+        return manager.latest_step()
+
+
+def restore(trainer: Pretrainer, manager: ocp.CheckpointManager) -> TrainState:
+    """The newest checkpoint, or a fresh state where there is none."""
+    state, latest = trainer.create(), manager.latest_step()
+    if latest is None:
+        return state
+    params, optimizer, step = cast(
+        tuple[nnx.State, optax.OptState, jax.Array],
+        manager.restore(latest, args=ocp.args.StandardRestore(tuple(state))),
+    )
+    return TrainState(params, optimizer, step)
 
 
 def run(
@@ -191,70 +226,48 @@ def run(
     heldout: Documents,
     token_bytes: np.ndarray,
     out: Path,
+    stop: Callable[[], bool] = lambda: False,
 ) -> TrainState:
     """Train to `config.steps`, from the newest checkpoint in `out` if there is one.
 
     Writes `out/checkpoints`, `out/metrics.jsonl` and TensorBoard events in `out/tensorboard`.
+
+    Args:
+      stop: asked after every step; once it says yes the step is saved and the run returns.
+    Raises:
+      ConfigError: the checkpoint has more steps than `config.steps`.
+      FloatingPointError: the loss is not finite.
     """
+    done = last_step(out)
+    if done is not None and done > config.steps:
+        raise ConfigError(
+            "pretrain.steps", config.steps, f"at least the {done} steps that {out} has done", "or use another --out"
+        )
     trainer = Pretrainer(target, config)
-    state = trainer.create()
-    manager = checkpoints(out / "checkpoints")
-    latest = manager.latest_step()
-    if latest is not None:
-        state = TrainState(*manager.restore(latest, args=ocp.args.StandardRestore(tuple(state))))
-        print(f"resumed at step {latest} of {config.steps}", flush=True)
-    step = int(state.step)
-    log = MetricsLog(out, step)
-    for batch in batches(train, config, step):
-        if step >= config.steps:
-            break
-        int4_experts = step >= config.steps - config.decay_steps
-        state, metrics = trainer.step(state, batch, int4_experts=int4_experts)
-        step += 1
-        if step % config.log_every == 0 or step == config.steps:
-            log.step(step, config, metrics, batch)
-        if step % config.eval_every == 0 or step == config.steps:
-            for name, int4 in (("float", False), ("int4", True)):
-                held = evaluate(trainer, state.params, heldout, token_bytes, int4=int4)
-                log.write(step, {f"heldout_{name}/{k}": v for k, v in dataclasses.asdict(held).items()})
-        if step % config.save_every == 0 or step == config.steps:
-            manager.save(step, args=ocp.args.StandardSave(tuple(state)))
-    manager.wait_until_finished()
-    manager.close()
-    log.close()
+    with checkpoints(out) as manager:
+        state = restore(trainer, manager)
+        step = int(state.step)
+        if done is not None:
+            print(f"resumed at step {step} of {config.steps}", file=sys.stderr, flush=True)
+        with MetricsLog(out, step) as log:
+            for batch in batches(train, config, step):
+                if step >= config.steps:
+                    break
+                int4_experts = step >= config.steps - config.decay_steps
+                state, metrics = trainer.step(state, batch, int4_experts=int4_experts)
+                step += 1
+                last = step == config.steps or stop()
+                saves = last or step % config.save_every == 0
+                # The loss is looked at before every save as well: a checkpoint must be worth resuming from.
+                if saves or step % config.log_every == 0:
+                    log.step(step, config, {name: float(v) for name, v in metrics._asdict().items()})
+                if step == config.steps or step % config.eval_every == 0:
+                    for name, int4 in (("float", False), ("int4", True)):
+                        held = evaluate(trainer, state.params, heldout, token_bytes, int4=int4)
+                        log.write(step, {f"heldout_{name}/{k}": v for k, v in dataclasses.asdict(held).items()})
+                if saves:
+                    manager.save(step, args=ocp.args.StandardSave(tuple(state)))
+                if last:
+                    break
+        manager.wait_until_finished()
     return state
-
-
-class MetricsLog:
-    """One line a report to the terminal, to `metrics.jsonl` and to TensorBoard."""
-
-    def __init__(self, out: Path, step: int) -> None:
-        from tensorboardX import SummaryWriter  # imported here: it takes a second that no other stage needs
-
-        out.mkdir(parents=True, exist_ok=True)
-        self._file = (out / "metrics.jsonl").open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step)
-        self._last = (time.monotonic(), step)
-
-    def step(self, step: int, config: PretrainConfig, metrics: StepMetrics, batch: Batch) -> None:
-        """Report a training step; refuses to go on from a loss that is not finite."""
-        values = {name: float(v) for name, v in metrics._asdict().items()}
-        if not np.isfinite(values["loss"]):
-            raise FloatingPointError(f"step {step}: loss {values['loss']}; lower the learning rate and resume")
-        now, last_step = time.monotonic(), self._last[1]
-        elapsed = now - self._last[0]
-        tokens = (step - last_step) * config.rows * config.row_tokens
-        left = (config.steps - step) * elapsed / max(1, step - last_step)
-        self._last = (now, step)
-        self.write(step, {**values, "tokens_per_second": tokens / elapsed, "minutes_left": left / 60})
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
-        self._file.flush()
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
-        print(f"step {step}  " + "  ".join(f"{k} {v:.4g}" for k, v in values.items()), flush=True)
-
-    def close(self) -> None:
-        self._file.close()
-        self._board.close()

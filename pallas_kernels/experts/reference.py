@@ -1,5 +1,7 @@
 """jax.numpy implementations of the experts op. Letters: T tokens, K chosen, E experts, D width, F expert width."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -98,7 +100,8 @@ def _expert_loop(x, chosen, weights, gate_up, down, gate_up_scale, down_scale) -
 
 
 def _capacity(n_rows: int, n_experts: int) -> int:
-    return min(n_rows, -(-int(n_rows * CAPACITY_FACTOR) // n_experts // 8 + 1) * 8)
+    """Rows an expert has room for: CAPACITY_FACTOR times the mean, rounded up to 8."""
+    return min(n_rows, math.ceil(n_rows * CAPACITY_FACTOR / n_experts / 8) * 8)
 
 
 def _places(chosen: jax.Array, n_experts: int) -> tuple[jax.Array, int]:

@@ -1,0 +1,183 @@
+"""The expert product: every form against a naive NumPy loop, its training form against a dense formulation."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kimijax import quant
+from kimijax.pallas_kernels import experts
+from kimijax.pallas_kernels.experts import CAPACITY_FACTOR, dropped_share
+from kimijax.pallas_kernels.experts.reference import ROW_MAP_LIMIT, _capacity, _expert_loop, _row_map
+
+E, F, D = 6, 32, 64
+RNG = np.random.default_rng(0)
+GATE_UP = (RNG.standard_normal((E, 2, F, D)) / 8).astype(np.float32)
+DOWN = (RNG.standard_normal((E, D, F)) / 6).astype(np.float32)
+GATE_UP_WORDS, GATE_UP_SCALE = quant.quantize_words(jnp.asarray(GATE_UP, jnp.bfloat16), 32)
+DOWN_WORDS, DOWN_SCALE = quant.quantize_words(jnp.asarray(DOWN, jnp.bfloat16), 32)
+
+product = jax.jit(experts, static_argnames="implementation")
+row_map, expert_loop = jax.jit(_row_map), jax.jit(_expert_loop)
+
+
+def naive(x: np.ndarray, chosen: np.ndarray, weights: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    """The op's definition, one (token, slot) at a time, float64 [T, D]."""
+    out = np.zeros(x.shape)
+    for t, k in np.ndindex(*chosen.shape):
+        gate, up = gate_up[chosen[t, k]].astype(np.float64) @ x[t]
+        out[t] += weights[t, k] * (down[chosen[t, k]].astype(np.float64) @ (gate / (1 + np.exp(-gate)) * up))
+    return out
+
+
+def case(t: int, k: int, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x float32 [t, D], chosen int32 [t, k] and weights float32 [t, k] of a sort of routing."""
+    rng = np.random.default_rng([t, k, len(kind)])
+    x = rng.standard_normal((t, D)).astype(np.float32)
+    if kind == "random":
+        chosen = np.stack([rng.permutation(E)[:k] for _ in range(t)])
+    elif kind == "one":  # the last expert has a row of each token, k - 1 others as well, the rest none
+        chosen = np.tile(np.arange(E - 1, E - 1 - k, -1), (t, 1))
+    else:  # "ends": only the first and the last expert have rows
+        chosen = np.where(rng.random((t, 1)) < 0.3, 0, E - 1).repeat(k, axis=1)
+        chosen[:, 1:] = 0 if k > 1 else chosen[:, 1:]
+        chosen[:, 0] = E - 1 if k > 1 else chosen[:, 0]
+    return x, chosen.astype(np.int32), rng.random((t, k)).astype(np.float32)
+
+
+# Rows around the limit of the row map, which is 16; blocks of the loop are 16 rows and more: fewer rows, one more, many.
+CASES = [
+    (1, 1, "random"),
+    (8, 2, "random"),  # 16 rows
+    (17, 1, "one"),
+    (5, 3, "one"),
+    (33, 2, "ends"),
+    (37, 3, "random"),
+    (64, 1, "one"),  # exactly full blocks
+    (131, 4, "random"),
+]
+
+
+@pytest.mark.parametrize("int4", [False, True], ids=["float", "int4"])
+@pytest.mark.parametrize(("t", "k", "kind"), CASES)
+def test_row_map_and_expert_loop_equal_numpy(t: int, k: int, kind: str, int4: bool) -> None:
+    x, chosen, weights = case(t, k, kind)
+    if int4:
+        operands = (GATE_UP_WORDS, DOWN_WORDS, GATE_UP_SCALE, DOWN_SCALE)
+        # dequantised by kimijax.quant, whose own oracle is compressed-tensors
+        gate_up = np.asarray(quant.dequantize_words(GATE_UP_WORDS, GATE_UP_SCALE, jnp.float32))
+        down = np.asarray(quant.dequantize_words(DOWN_WORDS, DOWN_SCALE, jnp.float32))
+    else:
+        operands = (jnp.asarray(GATE_UP), jnp.asarray(DOWN), None, None)
+        gate_up, down = GATE_UP, DOWN
+    right = naive(x, chosen, weights, gate_up, down)
+    other = expert_loop if chosen.size <= ROW_MAP_LIMIT else row_map  # the form that the op does not take here
+    for form in (functools.partial(product, implementation="reference"), other):
+        found = form(x, chosen, weights, *operands)
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, right, atol=2e-5 * np.abs(right).max())
+
+
+def test_an_expert_without_rows_is_never_read() -> None:
+    x, chosen, weights = case(33, 2, "ends")
+    gate_up, down = GATE_UP.copy(), DOWN.copy()
+    gate_up[1:-1], down[1:-1] = np.nan, np.nan
+    right = naive(x, chosen, weights, GATE_UP, DOWN)
+    for form in (row_map, expert_loop):
+        found = form(x, chosen, weights, gate_up, down, None, None)
+        np.testing.assert_allclose(found, right, atol=2e-5 * np.abs(right).max())
+
+
+def test_result_in_x_s_dtype() -> None:
+    x, chosen, weights = case(5, 3, "random")
+    bf16 = functools.partial(jnp.asarray, dtype=jnp.bfloat16)
+    right = naive(x, chosen, weights, GATE_UP, DOWN)
+    for implementation in ("reference", "capacity"):
+        found = product(bf16(x), chosen, weights, bf16(GATE_UP), bf16(DOWN), implementation=implementation)
+        assert found.dtype == jnp.bfloat16
+        np.testing.assert_allclose(found.astype(jnp.float32), right, atol=0.03 * np.abs(right).max())
+
+
+@pytest.mark.parametrize("n_rows", [1, 6, 8, 16, 17, 48, 100, 512, 4096, 65536])
+@pytest.mark.parametrize("n_experts", [1, 6, 16, 64])
+def test_capacity_is_the_factor_times_the_mean(n_rows: int, n_experts: int) -> None:
+    """Rounded up to 8 rows; never 0, never fewer than an even spread needs."""
+    wanted = CAPACITY_FACTOR * n_rows / n_experts
+    found = _capacity(n_rows, n_experts)
+    assert min(n_rows, wanted) <= found < wanted + 8
+
+
+def spread(t: int, k: int) -> np.ndarray:
+    """An even routing int32 [t, k], with which nothing is dropped."""
+    return ((np.arange(t)[:, None] * k + np.arange(k)[None]) % E).astype(np.int32)
+
+
+@pytest.mark.parametrize(("t", "k"), [(1, 1), (5, 3), (24, 2), (53, 4)])
+def test_capacity_equals_numpy_when_nothing_is_dropped(t: int, k: int) -> None:
+    x, _, weights = case(t, k, "random")
+    chosen = spread(t, k)
+    assert dropped_share(jnp.asarray(chosen), E) == 0
+    right = naive(x, chosen, weights, GATE_UP, DOWN)
+    found = product(x, chosen, weights, GATE_UP, DOWN, implementation="capacity")
+    np.testing.assert_allclose(found, right, atol=2e-5 * np.abs(right).max())
+
+
+def test_capacity_drops_exactly_the_overflow() -> None:
+    """The first rows of a crowded expert, in order of token, are kept; a token without a place gets zeros."""
+    t, k = 40, 1
+    x, chosen, weights = case(t, k, "one")
+    chosen[::10] = 2  # a few go elsewhere, the middle experts get no rows at all
+    size = _capacity(t * k, E)
+    crowd = np.flatnonzero(chosen[:, 0] == E - 1)
+    dropped = crowd[size:]
+    assert 0 < len(dropped) < t
+    assert dropped_share(jnp.asarray(chosen), E) == pytest.approx(len(dropped) / (t * k))
+    weights[dropped] = 0.0
+    right = naive(x, chosen, weights, GATE_UP, DOWN)
+    found = np.asarray(product(x, chosen, case(t, k, "one")[2], GATE_UP, DOWN, implementation="capacity"))
+    np.testing.assert_allclose(found, right, atol=2e-5 * np.abs(right).max())
+    assert (found[dropped] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["spread", "one"])
+def test_capacity_gradient_equals_dense(kind: str) -> None:
+    """With respect to every operand, dropped rows included (their gradient is zero)."""
+    t, k = 24, 2
+    x, chosen, weights = case(t, k, "one")
+    if kind == "spread":
+        chosen = spread(t, k)
+    rank = np.zeros((t, k), np.int64)  # how many earlier (token, slot) rows the expert has
+    counts = np.zeros(E, np.int64)
+    for at in np.ndindex(t, k):
+        rank[at] = counts[chosen[at]]
+        counts[chosen[at]] += 1
+    kept = (rank < _capacity(t * k, E)).astype(np.float32)
+    assert kept.all() == (kind == "spread")
+    target = jnp.asarray(np.random.default_rng(1).standard_normal((t, D)).astype(np.float32))
+
+    def loss(x, weights, gate_up, down):
+        return (experts(x, chosen, weights, gate_up, down, implementation="capacity") * target).sum()
+
+    def dense_loss(x, weights, gate_up, down):
+        h = jnp.einsum("td,ecfd->tecf", x, gate_up)
+        y = jnp.einsum("tef,edf->ted", jax.nn.silu(h[:, :, 0]) * h[:, :, 1], down)
+        share = (jax.nn.one_hot(chosen, E) * (weights * kept)[..., None]).sum(axis=1)  # [T, E]
+        return (jnp.einsum("ted,te->td", y, share) * target).sum()
+
+    operands = tuple(map(jnp.asarray, (x, weights, GATE_UP, DOWN)))
+    found = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*operands)
+    right = jax.jit(jax.grad(dense_loss, argnums=(0, 1, 2, 3)))(*operands)
+    for a, b in zip(found, right, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * float(jnp.abs(b).max()))
+
+
+def test_what_cannot_run_is_refused() -> None:
+    x, chosen, weights = case(5, 3, "random")
+    with pytest.raises(NotImplementedError, match="'cuda': this build has reference, capacity"):
+        experts(x, chosen, weights, GATE_UP, DOWN, implementation="cuda")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(NotImplementedError, match="INT4"):
+        product(
+            x, chosen, weights, GATE_UP_WORDS, DOWN_WORDS, GATE_UP_SCALE, DOWN_SCALE, implementation="capacity"
+        )
