@@ -157,7 +157,9 @@ _FIXED: dict[str, tuple[object, ...]] = {
 class _Reader:
     """Reads keys of one JSON object and remembers which; `finish` refuses the rest."""
 
-    def __init__(self, data: Mapping[str, Any], where: str) -> None:
+    def __init__(self, data: Any, where: str) -> None:
+        if not isinstance(data, Mapping):
+            raise ConfigError(where, data, "a JSON object")
         self.data, self.where, self.seen = data, where, set[str]()
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
@@ -358,11 +360,15 @@ def _parse_moe(r: _Reader) -> MoEConfig | None:
     for key, value in (("num_experts_per_tok", config.n_chosen), ("moe_intermediate_size", config.expert_width)):
         if value is None:
             raise ConfigError(f"{r.where}.{key}", "no such key", "a value: the model has routed experts")
+    if config.n_shared < 0:
+        raise ConfigError(f"{r.where}.n_shared_experts", config.n_shared, "0 or more")
     if config.n_chosen > n_experts:
         raise ConfigError(f"{r.where}.num_experts_per_tok", config.n_chosen, f"at most n_routed_experts ({n_experts})")
     if config.n_experts % config.n_groups or not 1 <= config.n_groups_kept <= config.n_groups:
         found = (config.n_groups, config.n_groups_kept)
         raise ConfigError(f"{r.where}.n_group and topk_group", found, f"groups that divide {n_experts} experts")
+    if 1 < config.n_groups == n_experts:
+        raise ConfigError(f"{r.where}.n_group", config.n_groups, "groups of 2 experts or more: a group's score sums two")
     if config.n_groups_kept * (n_experts // config.n_groups) < config.n_chosen:
         raise ConfigError(f"{r.where}.topk_group", config.n_groups_kept, f"groups that hold {config.n_chosen} experts")
     if scoring == "softmax" and config.n_groups != 1:

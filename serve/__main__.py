@@ -24,6 +24,8 @@ from .startup import USER_ERRORS, bind, check_files, example, load_service
 
 log = logging.getLogger("kimijax.serve")
 
+_PROBES = ("/health", "/ready")
+
 
 class Loader(threading.Thread):
     """Makes the service while the HTTP server already answers. Ends the server when it fails."""
@@ -63,12 +65,22 @@ class Loader(threading.Thread):
         )
 
 
+def _is_no_probe(record: logging.LogRecord) -> bool:
+    return not any(f" {path} " in record.getMessage() for path in _PROBES)
+
+
+def start_logging(config: ServerConfig) -> None:
+    """Log to stderr. Probes of health and readiness come every few seconds and are logged at level debug only."""
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=config.log_level.upper(), format=form, stream=sys.stderr)
+    if config.log_level != "debug":
+        logging.getLogger("uvicorn.access").addFilter(_is_no_probe)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server until a signal ends it; returns the exit code."""
     config = parse_args(arguments)
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    start_logging(config)
     try:
         listener = bind(config.host, config.port)
         model_limit = check_files(config)

@@ -106,11 +106,13 @@ class Pretrainer:
             return (nll * batch.weight).sum() / jnp.maximum(batch.weight.sum(), 1.0), loads
 
         (value, loads), gradient = jax.value_and_grad(loss, has_aux=True)(state.params)
-        updates, optimizer = self._optimizer.update(gradient, state.optimizer, state.params)
+        with jax.numpy_dtype_promotion("standard"):  # optax's Muon raises a float to an integer's power
+            updates, optimizer = self._optimizer.update(gradient, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         params = _balance(cast(nnx.State, params), loads, self.config.balance_rate)
-        max_load = jnp.stack([n.max() / n.astype(jnp.float32).mean() for n in loads]).max()
-        metrics = StepMetrics(value, optax.global_norm(gradient), max_load)
+        rows = jnp.stack(loads).astype(jnp.float32)  # [MoE layers, E]
+        max_load = (rows.max(axis=1) / rows.mean(axis=1)).max()
+        metrics = StepMetrics(value, optax.tree.norm(gradient), max_load)
         return TrainState(params, optimizer, state.step + 1), metrics
 
 

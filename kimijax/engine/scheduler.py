@@ -50,9 +50,14 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        """Raises QueueFullError when `max_queued` requests wait already."""
-        if len(self.waiting) >= self.config.max_queued and len(self.running) >= self.config.max_batch:
-            raise QueueFullError("queue", f"{len(self.waiting)} requests are waiting, the limit")
+        """Raises QueueFullError when a full batch and `max_queued` requests more are here already.
+
+        All of them are counted, whether they run or wait: requests that come in one go have not been admitted yet, and
+        when pages are short the batch never fills up.
+        """
+        limit = self.config.max_batch + self.config.max_queued
+        if len(self.running) + len(self.waiting) >= limit:
+            raise QueueFullError("queue", f"{limit} requests are running or waiting, the limit; try again later")
         self.waiting.append(request)
 
     def find(self, request_id: str) -> Request | None:

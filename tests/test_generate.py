@@ -1,0 +1,188 @@
+"""The notebook API: text streams over step outputs, and a loaded model from prompt to text."""
+
+import copy
+import json
+import logging
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kimijax
+from kimijax.engine.config import EngineConfig
+from kimijax.engine.request import FinishReason, Request, Sampling, StepOutput
+from kimijax.errors import ConfigError, RequestError, TokenizerError
+from kimijax.generate import LLM, TextStream
+from kimijax.tokenizer import Tokenizer
+
+from . import golden, reference, toy_tokenizer
+
+EOS, IM_END, THINK, END_THINK = 262, 263, 268, 269  # of the toy tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return toy_tokenizer.load(tmp_path_factory.mktemp("toy"))
+
+
+def request(prompt: tuple[int, ...] = (97,), stop: tuple[int, ...] = (EOS, IM_END)) -> Request:
+    return Request("r", prompt, Sampling(), 0, frozenset(stop), 1000)
+
+
+def feed(stream: TextStream, ids: list[int], chunk: int, reason: FinishReason = "length") -> tuple[str, str, int]:
+    """Text, reasoning and number of feeds after which the stream was done."""
+    text, reasoning, n = "", "", 0
+    for at in range(0, len(ids), chunk):
+        last = at + chunk >= len(ids)
+        delta = stream.feed(StepOutput("r", tuple(ids[at : at + chunk]), reason if last else None))
+        text, reasoning, n = text + delta.text, reasoning + delta.reasoning, n + 1
+        if delta.done:
+            break
+    return text, reasoning, n
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 100])
+def test_stream_parts_thinking_from_text(tokenizer: Tokenizer, chunk: int) -> None:
+    answer = [*b"why \xe4\xb8\x96", END_THINK, *b"so: <think>"]
+    prompt_thinks = TextStream(tokenizer, request((97, THINK)))
+    assert feed(prompt_thinks, answer, chunk)[:2] == ("so: <think>", "why 世")
+    model_thinks = TextStream(tokenizer, request())
+    assert feed(model_thinks, [THINK, *answer], chunk)[:2] == ("so: <think>", "why 世")
+    raw = TextStream(tokenizer, request((97, THINK)), raw=True)
+    assert feed(raw, answer, chunk)[:2] == ("why 世</think>so: <think>", "")
+    late = TextStream(tokenizer, request())
+    assert feed(late, [*b"a", THINK, *b"b", END_THINK], chunk)[:2] == ("a<think>b</think>", "")
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+def test_stream_ends_at_a_stop_string_and_counts_to_it(tokenizer: Tokenizer, chunk: int) -> None:
+    stream = TextStream(tokenizer, request(), stop=["END"])
+    text, _, _ = feed(stream, list(b"one END two"), chunk)
+    assert (text, stream.finish_reason, stream.completion_tokens) == ("one ", "stop", 7)
+    thinking = TextStream(tokenizer, request((THINK,)), stop=["END"])
+    assert feed(thinking, [*b"END", END_THINK, *b"x END"], chunk)[:2] == ("x ", "END")
+
+
+@pytest.mark.parametrize("end", [EOS, IM_END])
+def test_end_tokens_are_counted_and_not_shown(tokenizer: Tokenizer, end: int) -> None:
+    stream = TextStream(tokenizer, request())
+    text, _, _ = feed(stream, [*b"hi", end], 1, "stop")
+    assert (text, stream.finish_reason, stream.completion_tokens) == ("hi", "stop", 3)
+
+
+def test_cut_off_text_keeps_its_broken_character(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, request())
+    assert feed(stream, [65, 0xE4, 0xB8], 1)[0] == "A�"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Kimi-K2.5 with the toy tokenizer and nano's template."""
+    folder = tmp_path_factory.mktemp("tiny")
+    config = copy.deepcopy(golden.FAMILIES["kimi_k25"])
+    config["text_config"] |= {"vocab_size": 528, "num_hidden_layers": 2}
+    tensors = {name: np.asarray(value, np.float32) for name, value in golden.hf_weights(config).items()}
+    golden.write_tensors(tensors, folder, 2)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 263, "temperature": 0.6, "top_p": 0.95}')
+    toy_tokenizer.write(folder)
+    template = Path(kimijax.__file__).parent / "nano" / "chat_template.jinja"
+    (folder / "chat_template.jinja").write_text(template.read_text())
+    return folder
+
+
+SIZES = EngineConfig(max_batch=2, context_length=128, page_size=16, chunk_size=64, burst=4, batch_factor=2)
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> LLM:
+    return kimijax.load(directory, engine=SIZES, dtype=jnp.float32)
+
+
+def test_generate_follows_the_reference(llm: LLM, directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    weights, prompt = golden.hf_weights(config), list(b"def main():")
+    ids = list(prompt)
+    for _ in range(6):  # ids from 517 on belong to no token and are never drawn
+        ids.append(int(np.argmax(reference.forward(config, weights, np.asarray(ids)).logits[-1, :517])))
+    out = llm.generate(prompt, temperature=0, max_tokens=6, ignore_eos=True)
+    assert list(out.token_ids) == ids[len(prompt) :]
+    assert out.finish_reason == "length"
+    assert out.prompt_tokens == len(prompt)
+
+
+def test_one_prompt_or_many_alone_or_together(llm: LLM) -> None:
+    """Text, ids and messages; a batch gives each prompt what it gets alone."""
+    prompts = ["ab", list(b"cd"), [{"role": "user", "content": "ef"}]]
+    together = llm.generate(prompts, temperature=0, max_tokens=5, ignore_eos=True)
+    alone = [llm.generate(p, temperature=0, max_tokens=5, ignore_eos=True) for p in prompts]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    assert together[2].prompt_tokens > 5
+    llm.engine.check_integrity()
+    assert llm.engine.stats().free_pages == llm.engine.stats().total_pages
+
+
+def test_stream_joins_to_generate_and_frees_pages_when_dropped(llm: LLM) -> None:
+    whole = llm.generate("abc", temperature=0, max_tokens=12, ignore_eos=True)
+    deltas = list(llm.stream("abc", temperature=0, max_tokens=12, ignore_eos=True))
+    assert "".join(d.text for d in deltas) == whole.text
+    assert len(deltas) > 1
+    dropped = llm.stream("abc", temperature=0, max_tokens=100, ignore_eos=True)
+    next(dropped)
+    dropped.close()
+    assert not llm.engine.has_work
+    assert llm.engine.stats().free_pages == llm.engine.stats().total_pages
+
+
+def test_sampling_defaults_come_from_the_checkpoint(llm: LLM) -> None:
+    assert (llm.default_sampling.temperature, llm.default_sampling.top_p) == (0.6, 0.95)
+    a, b = (llm.generate("abc", seed=5, max_tokens=8, ignore_eos=True) for _ in range(2))
+    assert a.token_ids == b.token_ids
+
+
+def test_logits_and_taps_are_those_of_the_reference(llm: LLM, directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    ids = list(b"import os")
+    right = reference.forward(config, golden.hf_weights(config), np.asarray(ids))
+    found = llm.logits(ids, taps=(0, 1, 2))
+    assert found.logits.shape == (9, 528)
+    assert np.abs(found.logits - right.logits).max() / np.abs(right.logits).max() < 1e-4
+    for tap, residual in found.taps.items():
+        assert np.abs(residual - right.taps[tap]).max() / np.abs(right.taps[tap]).max() < 1e-4
+    with pytest.raises(ValueError, match="tap 3: expected 0"):
+        llm.logits(ids, taps=(3,))
+    with pytest.raises(RequestError, match="token_ids"):
+        llm.logits([528])
+
+
+def test_ids_without_a_token_are_refused_in_prompts(llm: LLM) -> None:
+    assert llm.engine.n_tokens == 517  # the model's vocabulary is padded to 528
+    with pytest.raises(RequestError, match=r"prompt: found token id 520, expected 0 \.\.\. 516"):
+        llm.generate([520])
+
+
+def test_a_directory_without_tokenizer_loads_for_ids_only(
+    directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for file in directory.iterdir():
+        if file.name not in ("tiktoken.model", "tokenizer_config.json", "chat_template.jinja"):
+            (tmp_path / file.name).symlink_to(file)
+    with caplog.at_level(logging.WARNING):
+        llm = kimijax.load(tmp_path, engine=SIZES, dtype=jnp.float32)
+    assert "token ids only" in caplog.text
+    assert llm.logits([1, 2]).logits.shape == (2, 528)
+    with pytest.raises(RequestError, match="no tokenizer files"):
+        llm.generate("text")
+    (tmp_path / "tiktoken.model").symlink_to(directory / "tiktoken.model")
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
+        kimijax.load(tmp_path, engine=SIZES)
+
+
+def test_what_cannot_be_loaded_is_refused_by_name(tmp_path: Path, directory: Path) -> None:
+    with pytest.raises(ConfigError, match="model: found"):
+        kimijax.load(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="tensor_parallel: found 9"):
+        kimijax.load(directory, tensor_parallel=9)
+    with pytest.raises(ConfigError, match="context_length"):
+        kimijax.load(directory, engine=EngineConfig(context_length=1 << 20))

@@ -1,0 +1,256 @@
+"""Pre-training: a resumed run is the run, the loss falls, and what is exported is what was trained."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kimijax import checkpoint, quant
+from kimijax.config import load_config
+from kimijax.errors import ConfigError
+from kimijax.train import pretrain as stage
+from kimijax.train.config import Recipe
+from kimijax.train.metrics import METRICS, training_seconds
+from kimijax.train.optimizer import FROZEN, parameter_name, schedule
+from kimijax.train.packing import Documents
+from kimijax.train.pretrain import Batch, Pretrainer, TrainState, batches, run
+from kimijax.train.target_export import export_target, install
+
+from .micro_run import micro_recipe, write_corpus
+
+STEPS, HALF = 30, 13
+RECIPE = micro_recipe(steps=STEPS)
+CORPUS_BYTES = np.ones(RECIPE.target.vocab_size, np.int64)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("micro") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Pretrainer:
+    return Pretrainer(RECIPE.target, RECIPE.pretrain)
+
+
+@pytest.fixture(scope="module")
+def batch(corpus: Path) -> Batch:
+    return next(batches(Documents.load(corpus), RECIPE.pretrain, 0))
+
+
+@pytest.fixture(scope="module")
+def straight(corpus: Path, trainer: Pretrainer, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainState, Path]:
+    """The state after an uninterrupted run, and the run's folder."""
+    out = tmp_path_factory.mktemp("straight")
+    return train(trainer, corpus, out), out
+
+
+def train(trainer: Pretrainer, corpus: Path, out: Path, stop: Callable[[], bool] = lambda: False) -> TrainState:
+    """`run` with programs that are compiled already."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "Pretrainer", lambda target, config: trainer)
+        documents, heldout = Documents.load(corpus), Documents.load(corpus, "heldout_")
+        return run(RECIPE.target, RECIPE.pretrain, documents, heldout, CORPUS_BYTES, out, stop)
+
+
+def after(n: int) -> Callable[[], bool]:
+    """A stop that is asked for in the n-th step."""
+    asked = iter(range(1, n + 1))
+    return lambda: next(asked) == n
+
+
+def bits(tree: Any) -> list[tuple[str, bytes]]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [(jax.tree_util.keystr(path), np.asarray(x).tobytes()) for path, x in leaves]
+
+
+def metrics(out: Path, name: str) -> dict[int, float]:
+    rows = map(json.loads, (out / METRICS).read_text().splitlines())
+    return {row["step"]: row[name] for row in rows if name in row}
+
+
+def test_a_resumed_run_is_the_straight_run(
+    trainer: Pretrainer, corpus: Path, straight: tuple[TrainState, Path], tmp_path: Path
+) -> None:
+    """Parameters, optimiser state, step and every reported loss are the same bits; the stop comes between two saves."""
+    half = train(trainer, corpus, tmp_path, after(HALF))
+    assert int(half.step) == HALF
+    assert stage.last_step(tmp_path) == HALF
+    whole = train(trainer, corpus, tmp_path)
+    assert int(whole.step) == STEPS
+    assert bits(whole) == bits(straight[0])
+    resumed, expected = metrics(tmp_path, "loss"), metrics(straight[1], "loss")
+    assert expected.items() <= resumed.items()
+    assert resumed.keys() - expected.keys() == {HALF}  # the step that it stopped at is reported too
+    assert metrics(tmp_path, "heldout_int4/nats_per_byte") == metrics(straight[1], "heldout_int4/nats_per_byte")
+
+
+def test_a_save_that_was_killed_leaves_the_older_checkpoint(
+    trainer: Pretrainer, corpus: Path, straight: tuple[TrainState, Path], tmp_path: Path
+) -> None:
+    train(trainer, corpus, tmp_path, after(HALF))
+    folder = tmp_path / stage.CHECKPOINTS
+    torn = folder / f"{HALF + 1}.orbax-checkpoint-tmp"  # the name under which a checkpoint is written
+    (torn / "default").mkdir(parents=True)
+    (torn / "default" / "_METADATA").write_text("{")
+    assert stage.last_step(tmp_path) == HALF
+    assert torn.exists()  # a reader changes nothing
+    assert bits(train(trainer, corpus, tmp_path)) == bits(straight[0])
+    assert not torn.exists()
+
+
+def test_the_torn_name_is_the_one_that_is_written(trainer: Pretrainer, tmp_path: Path) -> None:
+    """Fails when the library begins to write under another name, which the test above would not notice."""
+    seen: list[str] = []
+    state = trainer.create()
+    with stage.checkpoints(tmp_path) as manager:
+        manager.save(1, args=stage.ocp.args.StandardSave(tuple(state)))
+        seen += [p.name for p in (tmp_path / stage.CHECKPOINTS).iterdir()]
+        manager.wait_until_finished()
+    assert all(name == "1" or name.startswith("1.orbax-checkpoint-tmp") for name in seen)
+    assert [p.name for p in (tmp_path / stage.CHECKPOINTS).iterdir()] == ["1"]
+
+
+def test_more_steps_done_than_asked(straight: tuple[TrainState, Path], corpus: Path) -> None:
+    fewer = micro_recipe(steps=STEPS - 10)
+    documents = Documents.load(corpus)
+    with pytest.raises(ConfigError, match=rf"pretrain.steps: found {STEPS - 10}, expected at least the {STEPS} steps"):
+        run(fewer.target, fewer.pretrain, documents, documents, CORPUS_BYTES, straight[1])
+
+
+def test_the_loss_falls_on_what_can_be_learned(straight: tuple[TrainState, Path]) -> None:
+    loss = metrics(straight[1], "loss")
+    assert loss[STEPS] < 0.5 * loss[min(loss)]
+    held = metrics(straight[1], "heldout_float/nats_per_byte")
+    assert held[STEPS] < 0.7 * held[min(held)]
+    assert training_seconds(straight[1], RECIPE.pretrain) > 0
+
+
+def test_the_order_of_the_data_is_a_function_of_seed_and_step(corpus: Path) -> None:
+    documents = Documents.load(corpus)
+    whole = batches(documents, RECIPE.pretrain, 0)
+    first = [next(whole) for _ in range(40)]  # several epochs
+    late = batches(documents, RECIPE.pretrain, 37)
+    assert bits(first[37:]) == bits([next(late) for _ in range(3)])
+    other = batches(documents, micro_recipe(steps=STEPS, seed=1).pretrain, 0)
+    assert bits(first[0]) != bits(next(other))
+
+
+def test_capacity_is_the_reference_when_nothing_is_dropped(
+    trainer: Pretrainer, batch: Batch, straight: tuple[TrainState, Path]
+) -> None:
+    params = straight[0].params
+    found, loads = trainer.losses(params, batch, experts="capacity", int4_experts=False)
+    expected, _ = trainer.losses(params, batch, experts="reference", int4_experts=False)
+    assert RECIPE.target.moe is not None
+    rows, n_experts = int(loads[0].sum()), RECIPE.target.moe.n_experts
+    assert max(int(load.max()) for load in loads) <= 1.5 * rows / n_experts  # else this test shows nothing
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_the_router_bias_moves_towards_balance(trainer: Pretrainer, batch: Batch) -> None:
+    def crowd(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        return jnp.array([0.4, 0.0, 0.0, 0.0]) if parameter_name(path) == FROZEN else x
+
+    params = jax.tree_util.tree_map_with_path(crowd, trainer.create().params)
+    busiest = []
+    for _ in range(25):
+        _, loads = trainer.losses(params, batch, experts="reference", int4_experts=False)
+        busiest.append(float(loads[0].max()) / float(loads[0].mean()))
+        params = stage._balance(params, loads, 0.02)
+    assert busiest[0] == 2.0  # every token chose it: K = 2 of E = 4
+    assert busiest[-1] < 1.5
+
+
+def test_int4_rounding_passes_the_gradient(trainer: Pretrainer) -> None:
+    w = jax.random.normal(jax.random.key(0), (3, 5, 64), jnp.float32).astype(jnp.bfloat16)
+    c = jax.random.normal(jax.random.key(1), (3, 5, 64), jnp.float32)
+    value = stage._round_to_int4(w)
+    assert (value == quant.dequantize(quant.quantize(w), jnp.bfloat16)).all()
+    assert (value != w).any()
+    gradient = jax.grad(lambda w: (stage._round_to_int4(w).astype(jnp.float32) * c).sum())(w)
+    assert (gradient == c.astype(jnp.bfloat16)).all()
+
+
+def test_a_batch_without_loss_gives_zero_and_finite_gradients(trainer: Pretrainer, batch: Batch) -> None:
+    masked = Batch(batch.ids, jnp.zeros_like(batch.weight), jnp.full_like(batch.segments, -1), batch.positions)
+    state, found = trainer.step(trainer.create(), masked, int4_experts=False)
+    assert float(found.loss) == 0.0
+    assert float(found.gradient_norm) == 0.0
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state.params))
+
+
+def test_the_schedule_is_warm_up_stable_decay() -> None:
+    rate = schedule(micro_recipe(steps=100, warmup_steps=10, decay_steps=20).pretrain, 2.0)
+    values = [float(rate(step)) for step in (0, 5, 10, 50, 80, 90, 99, 100)]
+    np.testing.assert_allclose(values, [0.0, 1.0, 2.0, 2.0, 2.0, 1.0, 0.1, 0.0], atol=1e-6)
+    flat = schedule(micro_recipe(steps=100, warmup_steps=0, decay_steps=0).pretrain, 2.0)
+    assert [float(flat(step)) for step in (0, 99)] == [2.0, 2.0]
+
+
+def test_an_export_is_the_rounded_model(
+    trainer: Pretrainer, corpus: Path, straight: tuple[TrainState, Path], tmp_path: Path
+) -> None:
+    """Loaded again, in bf16, it gives the very logits of the trained weights rounded in memory."""
+    directory = tmp_path / "export"
+    bf16 = Pretrainer(RECIPE.target, micro_recipe(steps=STEPS, compute_dtype="bfloat16").pretrain)
+    export_target(straight[0].params, RECIPE, corpus, directory)
+    config = load_config(directory)
+    assert (config.model_type, config.has_vision, config.eos_token_ids) == ("kimi_k25", False, (258, 257))
+    loaded = checkpoint.load(directory, config, dtype=jnp.bfloat16, unpack_int4=True)
+    ids = jnp.asarray([[5, 80, 81, 82, 300, 7]], jnp.int32)
+    expected = bf16.model(straight[0].params, True)(ids).logits
+    plain = bf16.model(straight[0].params, False)(ids).logits
+    assert (loaded(ids).logits == expected).all()
+    assert (expected != plain).any()
+    # A second export takes the place of the first; a folder of something else is refused.
+    export_target(trainer.create().params, RECIPE, corpus, directory)
+    again = checkpoint.load(directory, config, dtype=jnp.bfloat16, unpack_int4=True)
+    assert (again(ids).logits != expected).any()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    with pytest.raises(ConfigError, match="mine"):
+        export_target(straight[0].params, RECIPE, corpus, tmp_path / "mine")
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_installing_replaces_the_model_and_keeps_the_rest(
+    straight: tuple[TrainState, Path], corpus: Path, tmp_path: Path
+) -> None:
+    export, nano = tmp_path / "export", tmp_path / "nano"
+    (nano / "drafter").mkdir(parents=True)
+    (nano / "drafter" / "config.json").write_text("{}")
+    (nano / "config.json").write_text("{}")
+    (nano / "model-00001-of-00002.safetensors").write_bytes(b"an earlier model")
+    with pytest.raises(ConfigError, match="complete export"):
+        install(export, nano)
+    export_target(straight[0].params, RECIPE, corpus, export)
+    install(export, nano)
+    names = {f.name for f in export.iterdir()}
+    assert {f.name for f in nano.iterdir()} == names | {"drafter"}
+    assert all((nano / name).read_bytes() == (export / name).read_bytes() for name in names)
+    assert (nano / "drafter" / "config.json").read_text() == "{}"
+
+
+def test_a_loss_that_is_not_finite_is_never_saved(
+    trainer: Pretrainer, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> TrainState:
+        state = Pretrainer.create(trainer)
+        params = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.params)
+        return TrainState(params, state.optimizer, state.step)
+
+    monkeypatch.setattr(trainer, "create", broken)
+    with pytest.raises(FloatingPointError, match="lower the learning rate"):
+        train(trainer, corpus, tmp_path, after(1))
+    assert stage.last_step(tmp_path) is None
+
+
+def test_recipes_for_the_micro_model_are_real_recipes() -> None:
+    assert isinstance(RECIPE, Recipe)
