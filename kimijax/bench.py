@@ -261,20 +261,21 @@ def report(
 
 def render(row: dict[str, Any]) -> Table:
     """The report as a table; figures are the median and, in brackets, the least and the most of all runs."""
-    shape = f"prompt {row['prompt_len']}, output {row['gen_len']}, context {row['context_length']}"
-    table = Table(
-        title=f"{row['model']}: {row['dtype']} on {row['device']}, {shape}, burst {row['burst']}",
-        caption=f"loaded in {row['load_s']} s; load average before {row['loadavg_before']}, "
-        f"host matmul after {row['probe_gflops']} GFLOP/s",
+    shape = (
+        f"prompt {row['prompt_len']}, output {row['gen_len']}, context {row['context_length']}, burst {row['burst']}"
     )
+    machine = f"load before {row['loadavg_before']}, host matmul after {row['probe_gflops']} GFLOP/s"
+    notes = [f"loaded in {row['load_s']} s; {machine}"]
+    table = Table(title=f"{row['model']}: {row['dtype']} on {row['device']}\n{shape}")
     for header in ("batch", "compile s", "prefill tok/s", "decode tok/s", "peak RSS MB"):
-        table.add_column(header, justify="right")
-    table.add_column("ids of row 0")
+        table.add_column(header, justify="right", no_wrap=True)
     for r in row["by_batch"]:
         spreads = (r["prefill_tok_s"], r["decode_tok_s"])
-        speeds = [f"{s['median']:,.1f} ({s['min']:,.1f}-{s['max']:,.1f})" for s in spreads]
-        ids = " ".join(map(str, r["ids"])) + ("" if r["repeatable"] else " NOT REPEATABLE")
-        table.add_row(str(r["batch"]), str(r["compile_s"]), *speeds, f"{r['peak_rss_mb']:,}", ids)
+        speeds = [f"{s['median']:,.0f} ({s['min']:,.0f}-{s['max']:,.0f})" for s in spreads]
+        table.add_row(str(r["batch"]), str(r["compile_s"]), *speeds, f"{r['peak_rss_mb']:,}")
+        ids = " ".join(map(str, r["ids"]))
+        notes.append(f"batch {r['batch']}, row 0: {ids}" + ("" if r["repeatable"] else " (NOT REPEATABLE)"))
+    table.caption = "\n".join(notes)
     return table
 
 

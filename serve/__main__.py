@@ -74,6 +74,7 @@ def start_logging(config: ServerConfig) -> None:
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=config.log_level.upper(), format=form, stream=sys.stderr)
     if config.log_level != "debug":
+        logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of every kind of device that is not there
         logging.getLogger("uvicorn.access").addFilter(_is_no_probe)
 
 

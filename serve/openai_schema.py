@@ -24,6 +24,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_CHOICES = 128  # OpenAI's limit of `n`
+_NO_TOOLS = "this version does not read tool calls out of answers"
 
 
 def _shown(value: object) -> str:
@@ -39,15 +40,16 @@ def _wrong(found: object, expected: str) -> PydanticCustomError:
 class _Only:
     """Marks a field of the protocol that is not implemented: absent, or one of the values that change nothing."""
 
-    def __init__(self, *allowed: object) -> None:
+    def __init__(self, *allowed: object, why: str = "this version does not support anything else") -> None:
         self.allowed = allowed
+        self.why = why
 
     def check(self, value: object) -> object:
         # In Python True == 1, in JSON they differ.
         if any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in self.allowed):
             return value
         texts = " or ".join(json.dumps(a) for a in self.allowed)
-        raise _wrong(value, f"{texts}: this version does not support anything else")
+        raise _wrong(value, f"{texts}: {self.why}")
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self.check, handler(source))
@@ -147,14 +149,14 @@ class ChatRequest(GenerationRequest):
     """Checked message by message where they are rendered."""
     max_completion_tokens: int | None = Field(None, ge=1)
     """The newer name of max_tokens."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the checkpoint's template; `thinking` (true or false) switches reasoning."""
 
-    tools: Annotated[Any, _Only([], None)] = None
-    tool_choice: Annotated[Any, _Only("none", "auto", None)] = None
+    tools: Annotated[Any, _Only([], None, why=_NO_TOOLS)] = None
+    tool_choice: Annotated[Any, _Only("none", "auto", None, why=_NO_TOOLS)] = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[Any, _Only([], None)] = None
-    function_call: Annotated[Any, _Only("none", "auto", None)] = None
+    functions: Annotated[Any, _Only([], None, why=_NO_TOOLS)] = None
+    function_call: Annotated[Any, _Only("none", "auto", None, why=_NO_TOOLS)] = None
     logprobs: Annotated[Any, _Only(False, None)] = None
     top_logprobs: Annotated[Any, _Only(0, None)] = None
     response_format: Annotated[Any, _Only({"type": "text"}, None)] = None

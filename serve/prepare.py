@@ -3,6 +3,7 @@
 Takes long for long prompts, so it runs in a worker thread.
 """
 
+import dataclasses
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ def prepare_chat(service: Service, body: ChatRequest) -> Job:
     """Render and tokenise a conversation. RequestError or TemplateError if it cannot be."""
     if service.chat is None:
         raise RequestError("messages", "this checkpoint has no chat template; use /v1/completions")
-    prompt = service.chat.encode(body.messages, **_template_arguments(service, body.chat_template_kwargs)).ids
+    prompt = service.chat.encode(body.messages, **_template_arguments(service, body.chat_template_kwargs or {})).ids
     max_tokens = body.max_completion_tokens or body.max_tokens
     try:
         return _job(service, body, "chatcmpl", [prompt], max_tokens, raw=False)
@@ -92,7 +93,8 @@ def _job(
     n = body.n or 1
     config = service.engine.config
     if (room := config.max_batch + config.max_queued) < n * len(prompts):
-        raise RequestError("n", f"found {n * len(prompts)} answers in one request, expected at most {room}")
+        field = "n" if n > 1 else "prompt"
+        raise RequestError(field, f"found {n * len(prompts)} answers in one request, expected at most {room}")
     job_id = f"{prefix}-{uuid.uuid4().hex}"
     requests = []
     for prompt in prompts:
@@ -103,24 +105,21 @@ def _job(
 
 
 def _sampling(service: Service, body: GenerationRequest, max_tokens: int | None, index: int) -> Sampling:
-    """The request's settings, else the checkpoint's generation_config.json, else 1.0 and no filters."""
-    defaults = service.defaults
-    top_k = _first(body.top_k, defaults.top_k, 0)
-    return Sampling(
-        temperature=_first(body.temperature, defaults.temperature, 1.0),
-        top_p=_first(body.top_p, defaults.top_p, 1.0),
-        top_k=0 if top_k == -1 else top_k,
-        min_p=_first(body.min_p, 0.0),
-        # The first answer of n draws as the only one would; an invalid seed is left to Sampling.check.
-        seed=body.seed if body.seed is None or not 0 <= body.seed < _SEEDS else (body.seed + index) % _SEEDS,
-        max_tokens=max_tokens,
-        stop_token_ids=body.stop_token_ids,
-        ignore_eos=body.ignore_eos,
+    """The request's settings over the checkpoint's; the engine checks their ranges."""
+    given = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": 0 if body.top_k == -1 else body.top_k,
+        "min_p": body.min_p,
+        # The first answer of n draws as the only one would. An invalid seed stays invalid.
+        "seed": (body.seed + index) % _SEEDS if body.seed is not None and 0 <= body.seed < _SEEDS else body.seed,
+        "max_tokens": max_tokens,
+        "stop_token_ids": body.stop_token_ids,
+        "ignore_eos": body.ignore_eos,
+    }
+    return dataclasses.replace(
+        service.default_sampling, **{name: value for name, value in given.items() if value is not None}
     )
-
-
-def _first[T](*values: T | None) -> T:
-    return next(value for value in values if value is not None)
 
 
 def check_model(service: Service, asked: str | None) -> None:

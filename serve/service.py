@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kimijax.chat import ChatTemplate
-from kimijax.config import GenerationDefaults
 from kimijax.engine.config import EngineConfig
 from kimijax.engine.request import Request, Sampling
 from kimijax.engine.runner import EngineRunner
@@ -32,7 +31,8 @@ class Service:
     runner: EngineRunner
     tokenizer: Tokenizer
     chat: ChatTemplate | None
-    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    default_sampling: Sampling = field(default_factory=Sampling)
+    """What holds for fields that a request leaves out."""
     chat_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Template variables for requests that do not set them."""
     created: int = 0

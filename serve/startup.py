@@ -4,6 +4,7 @@ import logging
 import socket
 import time
 
+import jax
 import jax.numpy as jnp
 import orjson
 
@@ -47,6 +48,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 def check_files(config: ServerConfig) -> int:
     """Read all that is small in the checkpoint; the model's number of positions. Raises what is wrong with it."""
+    if config.tp > (n := len(jax.devices())):
+        raise ConfigError("--tp", config.tp, f"at most {n}, the number of devices")
     directory = model_directory(config.model_path)
     target = load_config(directory)
     tokenizer, chat = load_tokenizer(directory, target)
@@ -85,8 +88,8 @@ def load_service(config: ServerConfig, model_limit: int) -> tuple[Service, LLM]:
         runner=EngineRunner(llm.engine).start(),
         tokenizer=llm.tokenizer,
         chat=llm.chat,
-        defaults=llm.defaults,
-        chat_kwargs={**llm.default_chat_kwargs, **config.default_chat_template_kwargs},
+        default_sampling=llm.default_sampling,
+        chat_kwargs=config.default_chat_template_kwargs,
         created=int(time.time()),
     )
     return service, llm

@@ -9,7 +9,7 @@ import numpy as np
 
 from kimijax.tokenizer import Tokenizer
 from kimijax.train import bpe, nano_corpus
-from kimijax.train.config import Recipe
+from kimijax.train.config import CorpusConfig, PretrainConfig, Recipe, SamplesConfig
 
 N_RANKS = 256  # single bytes
 
@@ -89,8 +89,6 @@ def recipe_text(**pretrain: Any) -> str:
 
 def micro_recipe(**pretrain: Any) -> Recipe:
     """The micro recipe, with fields of [pretrain] changed."""
-    from kimijax.train.config import CorpusConfig, PretrainConfig, SamplesConfig
-
     return Recipe(
         name="micro",
         corpus=CorpusConfig("nano", 0, N_RANKS),

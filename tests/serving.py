@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kimijax.chat import ChatTemplate
-from kimijax.config import GenerationDefaults
-from kimijax.engine.request import Request
+from kimijax.engine.request import Request, Sampling
 from kimijax.engine.runner import EngineRunner
 from kimijax.generate import NANO
 from kimijax.serve import app, service
@@ -41,7 +40,7 @@ class Server:
             runner=self.runner,
             tokenizer=tokenizer,
             chat=ChatTemplate(TEMPLATE, tokenizer),
-            defaults=GenerationDefaults(temperature=0.25, top_k=7),
+            default_sampling=Sampling(temperature=0.25, top_k=7),
             chat_kwargs={"thinking": False},
             created=1,
         )

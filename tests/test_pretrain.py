@@ -15,7 +15,6 @@ from kimijax import checkpoint, quant
 from kimijax.config import load_config
 from kimijax.errors import ConfigError
 from kimijax.train import pretrain as stage
-from kimijax.train.config import Recipe
 from kimijax.train.metrics import METRICS, training_seconds
 from kimijax.train.optimizer import FROZEN, parameter_name, schedule
 from kimijax.train.packing import Documents
@@ -52,11 +51,9 @@ def straight(corpus: Path, trainer: Pretrainer, tmp_path_factory: pytest.TempPat
 
 
 def train(trainer: Pretrainer, corpus: Path, out: Path, stop: Callable[[], bool] = lambda: False) -> TrainState:
-    """`run` with programs that are compiled already."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage, "Pretrainer", lambda target, config: trainer)
-        documents, heldout = Documents.load(corpus), Documents.load(corpus, "heldout_")
-        return run(RECIPE.target, RECIPE.pretrain, documents, heldout, CORPUS_BYTES, out, stop)
+    """`run` on the micro corpus."""
+    documents, heldout = Documents.load(corpus), Documents.load(corpus, "heldout_")
+    return run(trainer, documents, heldout, CORPUS_BYTES, out, stop)
 
 
 def after(n: int) -> Callable[[], bool]:
@@ -96,7 +93,7 @@ def test_a_save_that_was_killed_leaves_the_older_checkpoint(
 ) -> None:
     train(trainer, corpus, tmp_path, after(HALF))
     folder = tmp_path / stage.CHECKPOINTS
-    torn = folder / f"{HALF + 1}.orbax-checkpoint-tmp"  # the name under which a checkpoint is written
+    torn = folder / "20.orbax-checkpoint-tmp"  # the name under which step 20, which comes next, is written
     (torn / "default").mkdir(parents=True)
     (torn / "default" / "_METADATA").write_text("{")
     assert stage.last_step(tmp_path) == HALF
@@ -118,10 +115,9 @@ def test_the_torn_name_is_the_one_that_is_written(trainer: Pretrainer, tmp_path:
 
 
 def test_more_steps_done_than_asked(straight: tuple[TrainState, Path], corpus: Path) -> None:
-    fewer = micro_recipe(steps=STEPS - 10)
-    documents = Documents.load(corpus)
-    with pytest.raises(ConfigError, match=rf"pretrain.steps: found {STEPS - 10}, expected at least the {STEPS} steps"):
-        run(fewer.target, fewer.pretrain, documents, documents, CORPUS_BYTES, straight[1])
+    fewer = Pretrainer(RECIPE.target, micro_recipe(steps=STEPS - 10).pretrain)
+    with pytest.raises(ConfigError, match=rf"pretrain.steps: found {STEPS - 10}, expected at least {STEPS}"):
+        train(fewer, corpus, straight[1])
 
 
 def test_the_loss_falls_on_what_can_be_learned(straight: tuple[TrainState, Path]) -> None:
@@ -200,19 +196,26 @@ def test_an_export_is_the_rounded_model(
     """Loaded again, in bf16, it gives the very logits of the trained weights rounded in memory."""
     directory = tmp_path / "export"
     bf16 = Pretrainer(RECIPE.target, micro_recipe(steps=STEPS, compute_dtype="bfloat16").pretrain)
+    ids = jnp.asarray([[5, 80, 81, 82, 300, 7]], jnp.int32)
+
+    @jax.jit
+    def logits(state: nnx.State) -> jax.Array:
+        return nnx.merge(bf16.graph, state)(ids).logits
+
+    def load() -> nnx.State:
+        return nnx.state(checkpoint.load(directory, load_config(directory), dtype=jnp.bfloat16, unpack_int4=True))
+
     export_target(straight[0].params, RECIPE, corpus, directory)
     config = load_config(directory)
     assert (config.model_type, config.has_vision, config.eos_token_ids) == ("kimi_k25", False, (258, 257))
-    loaded = checkpoint.load(directory, config, dtype=jnp.bfloat16, unpack_int4=True)
-    ids = jnp.asarray([[5, 80, 81, 82, 300, 7]], jnp.int32)
-    expected = bf16.model(straight[0].params, True)(ids).logits
-    plain = bf16.model(straight[0].params, False)(ids).logits
-    assert (loaded(ids).logits == expected).all()
-    assert (expected != plain).any()
+    expected = nnx.state(jax.jit(bf16.model, static_argnums=1)(straight[0].params, True))
+    assert bits(load()) == bits(expected)
+    found = logits(load())
+    assert (found == logits(expected)).all()
+    assert (found != logits(nnx.state(bf16.model(straight[0].params, False)))).any()
     # A second export takes the place of the first; a folder of something else is refused.
     export_target(trainer.create().params, RECIPE, corpus, directory)
-    again = checkpoint.load(directory, config, dtype=jnp.bfloat16, unpack_int4=True)
-    assert (again(ids).logits != expected).any()
+    assert (found != logits(load())).any()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
     with pytest.raises(ConfigError, match="mine"):
@@ -250,7 +253,3 @@ def test_a_loss_that_is_not_finite_is_never_saved(
     with pytest.raises(FloatingPointError, match="lower the learning rate"):
         train(trainer, corpus, tmp_path, after(1))
     assert stage.last_step(tmp_path) is None
-
-
-def test_recipes_for_the_micro_model_are_real_recipes() -> None:
-    assert isinstance(RECIPE, Recipe)

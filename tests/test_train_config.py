@@ -22,7 +22,8 @@ def test_the_nano_recipe_is_a_kimi_k25() -> None:
 
 def test_overrides() -> None:
     recipe = load_recipe(
-        "nano", ["pretrain.steps=7000", "pretrain.learning_rate=1", "model.rope_scaling.factor=8.0", "samples.max_tokens=5"]
+        "nano",
+        ["pretrain.steps=7000", "pretrain.learning_rate=1", "model.rope_scaling.factor=8.0", "samples.max_tokens=5"],
     )
     assert recipe.pretrain.steps == 7000
     assert recipe.pretrain.learning_rate == 1.0

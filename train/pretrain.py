@@ -76,7 +76,9 @@ class Pretrainer:
     def create(self) -> TrainState:
         """A fresh state."""
         params = nnx.state(initialise(nnx.merge(self.graph, self._abstract), self.config.seed))
-        return TrainState(params, jax.jit(self._optimizer.init)(params), jnp.int32(0))
+        state = TrainState(params, jax.jit(self._optimizer.init)(params), jnp.int32(0))
+        # Committed to the device, as a restored state is: jit would compile a second program for one that is not.
+        return jax.device_put(state, jax.devices()[0])
 
     def model(self, params: nnx.State, int4_experts: bool) -> Target:
         """The model that a step computes with: weights in the compute dtype, routed experts rounded to INT4 or not."""
@@ -197,7 +199,7 @@ def checkpoints(out: Path, *, read_only: bool = False) -> ocp.CheckpointManager:
     if read_only:  # the other two are what read_only implies; not saying so is a warning
         options = ocp.CheckpointManagerOptions(read_only=True, create=False, save_interval_steps=0)
     else:
-        options = ocp.CheckpointManagerOptions(max_to_keep=3)
+        options = ocp.CheckpointManagerOptions(max_to_keep=3, cleanup_tmp_directories=True)
     return ocp.CheckpointManager((out / CHECKPOINTS).absolute(), options=options)
 
 
@@ -207,6 +209,13 @@ def last_step(out: Path) -> int | None:
         return None
     with checkpoints(out, read_only=True) as manager:
         return manager.latest_step()
+
+
+def check_steps(done: int, config: PretrainConfig, out: Path) -> None:
+    """Refuse a run that has done more steps than are asked for. Raises ConfigError."""
+    if done > config.steps:
+        expected = f"at least {done}, the steps that {out} has done"
+        raise ConfigError("pretrain.steps", config.steps, expected, "or use another --out")
 
 
 def restore(trainer: Pretrainer, manager: ocp.CheckpointManager) -> TrainState:
@@ -222,30 +231,27 @@ def restore(trainer: Pretrainer, manager: ocp.CheckpointManager) -> TrainState:
 
 
 def run(
-    target: TargetConfig,
-    config: PretrainConfig,
+    trainer: Pretrainer,
     train: Documents,
     heldout: Documents,
     token_bytes: np.ndarray,
     out: Path,
     stop: Callable[[], bool] = lambda: False,
 ) -> TrainState:
-    """Train to `config.steps`, from the newest checkpoint in `out` if there is one.
+    """Train to the configured steps, from the newest checkpoint in `out` if there is one.
 
     Writes `out/checkpoints`, `out/metrics.jsonl` and TensorBoard events in `out/tensorboard`.
 
     Args:
+      token_bytes: see `evaluate`.
       stop: asked after every step; once it says yes the step is saved and the run returns.
     Raises:
-      ConfigError: the checkpoint has more steps than `config.steps`.
+      ConfigError: the checkpoint has more steps than are asked for.
       FloatingPointError: the loss is not finite.
     """
-    done = last_step(out)
-    if done is not None and done > config.steps:
-        raise ConfigError(
-            "pretrain.steps", config.steps, f"at least the {done} steps that {out} has done", "or use another --out"
-        )
-    trainer = Pretrainer(target, config)
+    config, done = trainer.config, last_step(out)
+    if done is not None:
+        check_steps(done, config, out)
     with checkpoints(out) as manager:
         state = restore(trainer, manager)
         step = int(state.step)

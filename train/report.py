@@ -91,10 +91,15 @@ def markdown(
         f"Greedy, at most {recipe.samples.max_tokens} tokens, without thinking.",
     ]
     for sample in samples:
-        fence = _fence(sample.answer)
-        cut = ["", "(Cut at the limit of tokens.)"] if sample.cut else []
-        lines += ["", f"### {sample.question}", "", f"{fence}text", sample.answer, fence, *cut]
+        lines += answer_lines(sample)
     return "\n".join(lines) + "\n"
+
+
+def answer_lines(sample: Sample) -> list[str]:
+    """A question and its answer as lines of Markdown."""
+    fence = _fence(sample.answer)
+    cut = ["", "(Cut at the limit of tokens.)"] if sample.cut else []
+    return ["", f"### {sample.question}", "", f"{fence}text", sample.answer, fence, *cut]
 
 
 def _fence(text: str) -> str:

@@ -21,7 +21,7 @@ from kimijax.tokenizer import Tokenizer
 from . import nano_corpus, report, run_record, target_export
 from .config import Recipe
 from .packing import Documents
-from .pretrain import Pretrainer, TrainState, checkpoints, evaluate, last_step, restore, run
+from .pretrain import Pretrainer, TrainState, check_steps, checkpoints, evaluate, last_step, restore, run
 
 
 class StopRequest:
@@ -74,28 +74,19 @@ def pretrain(recipe: Recipe, out: Path, command: Sequence[str], *, install: bool
     inputs = _inputs(recipe, out)
     if started is not None:
         run_record.check_resumable(out, recipe, inputs)
-        if started > recipe.pretrain.steps:
-            expected = f"at least {started}, the steps that {out} has done"
-            raise ConfigError("pretrain.steps", recipe.pretrain.steps, expected, "or use another --out")
+        check_steps(started, recipe.pretrain, out)
     record = run_record.RunRecord(out, recipe, command, inputs)
-    corpus = out / "corpus"
+    corpus, trainer = out / "corpus", Pretrainer(recipe.target, recipe.pretrain)
     with StopRequest() as stop:
-        state = run(
-            recipe.target,
-            recipe.pretrain,
-            Documents.load(corpus),
-            Documents.load(corpus, "heldout_"),
-            token_bytes(recipe, corpus),
-            out,
-            stop,
-        )
+        train, heldout = Documents.load(corpus), Documents.load(corpus, "heldout_")
+        state = run(trainer, train, heldout, token_bytes(recipe, corpus), out, stop)
     step = int(state.step)
     if step < recipe.pretrain.steps:
         record.note(outcome="interrupted", step=step)
         _say(f"saved at step {step} of {recipe.pretrain.steps}; run the same command again to resume")
         return
     record.note(outcome="trained", step=step)
-    _export(recipe, out, Pretrainer(recipe.target, recipe.pretrain), state, install)
+    _export(recipe, out, trainer, state, install)
     record.note(outcome="exported")
 
 

@@ -57,9 +57,11 @@ class Engine:
         self.vocab_size = model.config.vocab_size
         self.n_tokens = self.vocab_size if n_tokens is None else min(n_tokens, self.vocab_size)
         self.stop_ids = frozenset(stop_ids)
+        self.experts = experts
         self._programs = Programs(model, config, self.n_tokens, mesh, experts)
         self._scheduler = Scheduler(config)
         self._cache = self._programs.new_cache()
+        self._undelivered: list[StepOutput] = []  # made by a step that has not returned yet
 
     def make_request(self, prompt: Sequence[int], sampling: Sampling, *, id: str | None = None) -> Request:
         """Check a request. Raises RequestError for an empty or too long prompt, a bad id, or bad sampling fields."""
@@ -103,7 +105,10 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """One chunk of prompt, if any waits, and one burst of decoding, if any request decodes."""
-        return [*self.prefill_step(), *self.decode_step()]
+        self._undelivered = self.prefill_step()
+        outputs = [*self._undelivered, *self.decode_step()]
+        self._undelivered = []
+        return outputs
 
     def prefill_step(self) -> list[StepOutput]:
         """One chunk of prompt, if any waits; the request's first token when the chunk was its last."""
@@ -139,12 +144,16 @@ class Engine:
         return StepOutput(request.id, new, request.finish_reason)
 
     def recover(self) -> list[StepOutput]:
-        """After a step that raised: end every request that was running and rebuild the cache, which was donated."""
+        """After a step that raised: end every request that was running and rebuild the cache, which was donated.
+
+        Returns what the step had made before it raised (a request may have ended with it), then the ends.
+        """
+        made, self._undelivered = self._undelivered, []
         dropped = list(self._scheduler.running)
         for request in dropped:
             self._scheduler.finish(request)
         self._cache = self._programs.new_cache()
-        return [StepOutput(r.id, (), "abort", error="the engine step failed") for r in dropped]
+        return [*made, *(StepOutput(r.id, (), "abort", error="the engine step failed") for r in dropped)]
 
     def warm_up(self, report: Callable[[str], None] | None = None) -> None:
         """Compile every program that traffic can ask for, by running each once on empty rows."""
