@@ -18,7 +18,7 @@ help:
 	@echo 'make serve      install, then serve kimi-nano at http://$(HOST):$(PORT)'
 	@echo 'make test       install, then format check, lint, types and tests'
 	@echo 'make test-slow  the tests that take minutes'
-	@echo 'make bench      measure offline throughput; ARGS="--batch 1 8 --json"'
+	@echo 'make bench      measure offline throughput; ARGS="--batch 1,8 --json"'
 	@echo 'make format     rewrite the code as the format check wants it'
 	@echo 'make venv       only install, into $(VENV)'
 	@echo 'make clean      remove $(VENV) and what the tools cache'

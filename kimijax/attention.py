@@ -127,7 +127,8 @@ class MLA(nnx.Module):
         score = jnp.einsum("bqc,bsc->bqs", q, keys, preferred_element_type=jnp.float32)
         score = jnp.where(visible[:, :, None, :], score.reshape(b, t, n, -1), -jnp.inf)
         p = _softmax(score).astype(keys.dtype).reshape(b, t * n, -1)
-        # The values are the first R columns of the keys; multiplying all columns and cutting the product copies nothing.
+        # The values are the first R columns of the keys; multiplying all columns and cutting the product is free of
+        # copies.
         latent = jnp.einsum("bqs,bsc->bqc", p, keys)[..., :r].reshape(b, t, n, r)
         return jnp.einsum("btnr,nhr->btnh", latent, self.v_up[...])
 

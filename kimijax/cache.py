@@ -88,7 +88,7 @@ class Window:
         else:
             index = start[:, None] + jnp.arange(new.shape[1], dtype=start.dtype)[None]
             rows = rows.at[jnp.arange(rows.shape[0])[:, None], index].set(new, mode="drop")
-        # Without the barrier XLA's CPU compiler clones the update into each consumer and copies the rows for each clone.
+        # Without the barrier XLA's CPU compiler clones the update into its consumers and copies the rows for each.
         rows = jax.lax.optimization_barrier(rows)
         return dataclasses.replace(self, layers=(*self.layers[:layer], rows, *self.layers[layer + 1 :]))
 

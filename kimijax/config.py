@@ -31,7 +31,7 @@ class YarnConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Routed experts of one layer. `sigmoid`: DeepSeek-V3's biased, group-limited choice; `softmax`: V2-Lite's greedy one."""
+    """Routed experts of a layer. `sigmoid`: DeepSeek-V3's biased, group-limited choice; `softmax`: V2-Lite's greedy."""
 
     n_experts: int
     n_chosen: int
@@ -64,7 +64,7 @@ class Fp8BlockConfig:
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """A target model of the DeepSeek-V3 family (Kimi-K2.x, K2-Thinking, K2-Instruct, DeepSeek-V3, Moonlight, V2-Lite)."""
+    """A target of the DeepSeek-V3 family: Kimi-K2.x, K2-Thinking, K2-Instruct, DeepSeek-V3, Moonlight, V2-Lite."""
 
     model_type: str
     text_type: str
@@ -178,8 +178,8 @@ class _Reader:
         return value
 
     def positive(self, key: str, default: Any = ...) -> int:
-        value = self.get(key, int, default)
-        if value is not None and value <= 0:
+        value: int = self.get(key, int, default)
+        if value <= 0:
             raise ConfigError(f"{self.where}.{key}", value, "a positive integer")
         return value
 
@@ -318,7 +318,9 @@ def _check_dims(c: TargetConfig, where: str) -> None:
     if isinstance(c.quantization, Int4Config) and c.moe is not None:
         for field, width in (("hidden_size", c.hidden), ("moe_intermediate_size", c.moe.expert_width)):
             if width % c.quantization.group_size:
-                raise ConfigError(f"{where}.{field}", width, f"a multiple of the group size {c.quantization.group_size}")
+                raise ConfigError(
+                    f"{where}.{field}", width, f"a multiple of the group size {c.quantization.group_size}"
+                )
 
 
 def _optional_rank(r: _Reader) -> int | None:
@@ -340,26 +342,33 @@ def _parse_moe(r: _Reader) -> MoEConfig | None:
     n_experts = r.get("n_routed_experts", (int, type(None)), None)
     method = r.one_of("topk_method", ("noaux_tc", "greedy", None), None)
     scoring = r.one_of("scoring_func", ("sigmoid", "softmax", None), None)
-    moe = dict(
-        n_chosen=r.positive("num_experts_per_tok", None),
-        n_shared=r.get("n_shared_experts", (int, type(None)), 0) or 0,
-        expert_width=r.positive("moe_intermediate_size", None),
-        n_groups=r.get("n_group", (int, type(None)), None) or 1,
-        n_groups_kept=r.get("topk_group", (int, type(None)), None) or 1,
-        renormalise=r.get("norm_topk_prob", bool, False),
-        scale=r.get("routed_scaling_factor", float, 1.0),
-    )
+    n_groups = r.get("n_group", (int, type(None)), None) or 1
+    n_groups_kept = r.get("topk_group", (int, type(None)), None) or 1
+    n_shared = r.get("n_shared_experts", (int, type(None)), None) or 0
+    renormalise: bool = r.get("norm_topk_prob", bool, False)
+    scale: float = r.get("routed_scaling_factor", float, 1.0)
     if n_experts is None:
+        r.seen |= {"num_experts_per_tok", "moe_intermediate_size"}
         return None
-    implemented = {("sigmoid", "noaux_tc"): "sigmoid", ("softmax", "greedy"): "softmax"}
+    implemented: dict[Any, Literal["sigmoid", "softmax"]] = {
+        ("sigmoid", "noaux_tc"): "sigmoid",
+        ("softmax", "greedy"): "softmax",
+    }
     if (scoring, method) not in implemented:
         raise ConfigError(
             f"{r.where}.scoring_func with topk_method", (scoring, method), "(sigmoid, noaux_tc) or (softmax, greedy)"
         )
-    config = MoEConfig(n_experts=n_experts, scoring=implemented[scoring, method], **moe)
-    for key, value in (("num_experts_per_tok", config.n_chosen), ("moe_intermediate_size", config.expert_width)):
-        if value is None:
-            raise ConfigError(f"{r.where}.{key}", "no such key", "a value: the model has routed experts")
+    config = MoEConfig(
+        n_experts=n_experts,
+        n_chosen=r.positive("num_experts_per_tok"),
+        n_shared=n_shared,
+        expert_width=r.positive("moe_intermediate_size"),
+        n_groups=n_groups,
+        n_groups_kept=n_groups_kept,
+        scoring=implemented[scoring, method],
+        renormalise=renormalise,
+        scale=scale,
+    )
     if config.n_shared < 0:
         raise ConfigError(f"{r.where}.n_shared_experts", config.n_shared, "0 or more")
     if config.n_chosen > n_experts:
@@ -368,7 +377,9 @@ def _parse_moe(r: _Reader) -> MoEConfig | None:
         found = (config.n_groups, config.n_groups_kept)
         raise ConfigError(f"{r.where}.n_group and topk_group", found, f"groups that divide {n_experts} experts")
     if 1 < config.n_groups == n_experts:
-        raise ConfigError(f"{r.where}.n_group", config.n_groups, "groups of 2 experts or more: a group's score sums two")
+        raise ConfigError(
+            f"{r.where}.n_group", config.n_groups, "groups of 2 experts or more: a group's score sums two"
+        )
     if config.n_groups_kept * (n_experts // config.n_groups) < config.n_chosen:
         raise ConfigError(f"{r.where}.topk_group", config.n_groups_kept, f"groups that hold {config.n_chosen} experts")
     if scoring == "softmax" and config.n_groups != 1:

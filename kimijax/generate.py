@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -187,7 +187,7 @@ class LLM:
           RequestError: names the field that cannot be served.
         """
         many = not isinstance(prompts, str) and bool(prompts) and not isinstance(prompts[0], int | Mapping)
-        batch: Sequence[Any] = prompts if many else [prompts]  # type: ignore[assignment]
+        batch: Sequence[Any] = prompts if many else [prompts]
         sampling = dataclasses.replace(sampling or self.default_sampling, **fields)
         requests = [self.request(p, sampling, chat=chat) for p in batch]
         streams = {
@@ -207,7 +207,7 @@ class LLM:
         stop: Sequence[str] = (),
         chat: Mapping[str, Any] | None = None,
         **fields: Any,
-    ) -> Iterator[Delta]:
+    ) -> Generator[Delta]:
         """The answer to one prompt, piece by piece; see `generate`. Closing the iterator cancels the request."""
         sampling = dataclasses.replace(sampling or self.default_sampling, **fields)
         request = self.request(prompt, sampling, chat=chat)
@@ -250,7 +250,9 @@ class LLM:
             return tuple(self._tokenizer().encode_with_specials(prompt))
         if prompt and isinstance(prompt[0], Mapping):
             if self.chat is None:
-                raise RequestError("messages", "the checkpoint has no chat template; send a prompt of text or token ids")
+                raise RequestError(
+                    "messages", "the checkpoint has no chat template; send a prompt of text or token ids"
+                )
             return tuple(self.chat.encode(list(prompt), **(chat or {})).ids)  # type: ignore[arg-type]
         return tuple(int(i) for i in prompt)  # type: ignore[arg-type]
 
@@ -260,7 +262,9 @@ class LLM:
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError("prompt", "the checkpoint has no tokenizer files; use `logits` or `engine` with token ids")
+            raise RequestError(
+                "prompt", "the checkpoint has no tokenizer files; use `logits` or `engine` with token ids"
+            )
         return self.tokenizer
 
     def _drive(self, requests: Sequence[Request], streams: dict[str, TextStream]) -> Iterator[tuple[str, Delta]]:

@@ -150,9 +150,7 @@ class Target(nnx.Module):
         hidden = self.run(ids, positions, attend, taps, experts)
         return hidden, window
 
-    def run(
-        self, ids: jax.Array, positions: jax.Array, attend: Attend, taps: Sequence[int], experts: str
-    ) -> Hidden:
+    def run(self, ids: jax.Array, positions: jax.Array, attend: Attend, taps: Sequence[int], experts: str) -> Hidden:
         """Embedding and all layers; the one loop that every program shares."""
         check_taps(taps, self.config)
         h = shard(self.embed[...][ids], "batch", "replicated", "hidden")
@@ -215,7 +213,7 @@ def initialise(target: Target, seed: int) -> Target:
     flat = nnx.to_flat_state(state)
     rng = np.random.default_rng(seed)
 
-    def draw(param: nnx.Param) -> nnx.Param:
+    def draw(param: nnx.Variable) -> nnx.Variable:
         struct, meta = param.get_value(), param.get_metadata()
         noise = rng.standard_normal(struct.shape, dtype=np.float32) * np.float32(meta["std"])
         return param.replace(jnp.asarray(noise + np.float32(meta["mean"]), struct.dtype))

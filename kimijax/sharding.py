@@ -5,6 +5,7 @@ table is tensor-parallel: heads, expert and MLP width, and vocabulary are split;
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,8 +32,8 @@ TENSOR_PARALLEL: dict[str, str | None] = {
 }
 
 
-def make_mesh(devices: Sequence[jax.Device] | None = None, *, data: int = 1) -> Mesh:
-    """A mesh over `devices` (default: all): `data` replicas of a tensor-parallel group."""
+def make_mesh(devices: Sequence[Any] | None = None, *, data: int = 1) -> Mesh:
+    """A mesh over `devices` (`jax.Device`s; default: all): `data` replicas of a tensor-parallel group."""
     devices = list(jax.devices() if devices is None else devices)
     if data < 1 or len(devices) % data:
         raise ConfigError("data", data, f"a divisor of the {len(devices)} devices")

@@ -22,6 +22,8 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 
 import jax
 
+import kimijax
+
 # A float32 array that silently becomes float64, or bfloat16 that becomes float32, is a mistake in a model.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # So is [D] + [B, D] where [B] was meant: axes are added by hand, where they can be read.
@@ -33,6 +35,15 @@ settings.register_profile(
     "kimijax", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("kimijax")
+
+
+@pytest.fixture(scope="session")
+def nano() -> kimijax.LLM:
+    """The embedded model, its programs compiled once for all tests."""
+    sizes = kimijax.EngineConfig(max_batch=4, context_length=512, chunk_size=128, burst=8, batch_factor=4)
+    llm = kimijax.load("nano", engine=sizes)
+    llm.engine.warm_up()
+    return llm
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from kimijax.tokenizer import Tokenizer
-from kimijax.train import bpe, nano_corpus
-from kimijax.train.config import CorpusConfig, PretrainConfig, Recipe, SamplesConfig
+from kimijax.train import bpe, config, nano_corpus
 
 N_RANKS = 256  # single bytes
 
@@ -87,13 +86,13 @@ def recipe_text(**pretrain: Any) -> str:
     return RECIPE.format(n_ranks=N_RANKS, pretrain=lines(PRETRAIN | pretrain), model=lines(MODEL))
 
 
-def micro_recipe(**pretrain: Any) -> Recipe:
+def micro_recipe(**pretrain: Any) -> config.Recipe:
     """The micro recipe, with fields of [pretrain] changed."""
-    return Recipe(
+    return config.Recipe(
         name="micro",
-        corpus=CorpusConfig("nano", 0, N_RANKS),
-        pretrain=PretrainConfig(**(PRETRAIN | pretrain)),
-        samples=SamplesConfig(("abc?", "What is b?"), 8),
+        corpus=config.CorpusConfig("nano", 0, N_RANKS),
+        pretrain=config.PretrainConfig(**(PRETRAIN | pretrain)),
+        samples=config.SamplesConfig(("abc?", "What is b?"), 8),
         model=MODEL,
     )
 

@@ -1,6 +1,6 @@
 """Prints the parity table: family x (logits, taps, decode), the largest error relative to the largest right value.
 
-    python -m tests.parity
+python -m tests.parity
 """
 
 import tempfile

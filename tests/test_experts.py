@@ -1,6 +1,9 @@
 """The expert product: every form against a naive NumPy loop, its training form against a dense formulation."""
 
 import functools
+import importlib
+from collections.abc import Callable
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +12,9 @@ import pytest
 
 from kimijax import quant
 from kimijax.pallas_kernels import experts
-from kimijax.pallas_kernels.experts import CAPACITY_FACTOR, dropped_share
-from kimijax.pallas_kernels.experts.reference import ROW_MAP_LIMIT, _capacity, _expert_loop, _row_map
+
+# By name: inside the package `reference` is the function, and type checkers know the folder by another name.
+forms = importlib.import_module("kimijax.pallas_kernels.experts.reference")
 
 E, F, D = 6, 32, 64
 RNG = np.random.default_rng(0)
@@ -20,7 +24,19 @@ GATE_UP_WORDS, GATE_UP_SCALE = quant.quantize_words(jnp.asarray(GATE_UP, jnp.bfl
 DOWN_WORDS, DOWN_SCALE = quant.quantize_words(jnp.asarray(DOWN, jnp.bfloat16), 32)
 
 product = jax.jit(experts, static_argnames="implementation")
-row_map, expert_loop = jax.jit(_row_map), jax.jit(_expert_loop)
+
+
+def reference_with(limit: int) -> Callable[..., jax.Array]:
+    """The reference as compiled with another limit for its row map."""
+
+    def run(*operands: jax.Array) -> jax.Array:
+        with mock.patch.object(forms, "ROW_MAP_LIMIT", limit):
+            return experts(*operands, implementation="reference")
+
+    return jax.jit(run)
+
+
+row_map, expert_loop = reference_with(10**9), reference_with(0)
 
 
 def naive(x: np.ndarray, chosen: np.ndarray, weights: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
@@ -47,7 +63,7 @@ def case(t: int, k: int, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return x, chosen.astype(np.int32), rng.random((t, k)).astype(np.float32)
 
 
-# Rows around the limit of the row map, which is 16; blocks of the loop are 16 rows and more: fewer rows, one more, many.
+# Rows around the limit of the row map, which is 16; the loop's blocks have 16 rows and more: fewer rows, one more, many
 CASES = [
     (1, 1, "random"),
     (8, 2, "random"),  # 16 rows
@@ -73,7 +89,7 @@ def test_row_map_and_expert_loop_equal_numpy(t: int, k: int, kind: str, int4: bo
         operands = (jnp.asarray(GATE_UP), jnp.asarray(DOWN), None, None)
         gate_up, down = GATE_UP, DOWN
     right = naive(x, chosen, weights, gate_up, down)
-    other = expert_loop if chosen.size <= ROW_MAP_LIMIT else row_map  # the form that the op does not take here
+    other = expert_loop if chosen.size <= forms.ROW_MAP_LIMIT else row_map  # the form that the op does not take here
     for form in (functools.partial(product, implementation="reference"), other):
         found = form(x, chosen, weights, *operands)
         assert found.dtype == jnp.float32
@@ -104,8 +120,8 @@ def test_result_in_x_s_dtype() -> None:
 @pytest.mark.parametrize("n_experts", [1, 6, 16, 64])
 def test_capacity_is_the_factor_times_the_mean(n_rows: int, n_experts: int) -> None:
     """Rounded up to 8 rows; never 0, never fewer than an even spread needs."""
-    wanted = CAPACITY_FACTOR * n_rows / n_experts
-    found = _capacity(n_rows, n_experts)
+    wanted = forms.CAPACITY_FACTOR * n_rows / n_experts
+    found = forms._capacity(n_rows, n_experts)
     assert min(n_rows, wanted) <= found < wanted + 8
 
 
@@ -118,7 +134,7 @@ def spread(t: int, k: int) -> np.ndarray:
 def test_capacity_equals_numpy_when_nothing_is_dropped(t: int, k: int) -> None:
     x, _, weights = case(t, k, "random")
     chosen = spread(t, k)
-    assert dropped_share(jnp.asarray(chosen), E) == 0
+    assert forms.dropped_share(jnp.asarray(chosen), E) == 0
     right = naive(x, chosen, weights, GATE_UP, DOWN)
     found = product(x, chosen, weights, GATE_UP, DOWN, implementation="capacity")
     np.testing.assert_allclose(found, right, atol=2e-5 * np.abs(right).max())
@@ -129,11 +145,11 @@ def test_capacity_drops_exactly_the_overflow() -> None:
     t, k = 40, 1
     x, chosen, weights = case(t, k, "one")
     chosen[::10] = 2  # a few go elsewhere, the middle experts get no rows at all
-    size = _capacity(t * k, E)
+    size = forms._capacity(t * k, E)
     crowd = np.flatnonzero(chosen[:, 0] == E - 1)
     dropped = crowd[size:]
     assert 0 < len(dropped) < t
-    assert dropped_share(jnp.asarray(chosen), E) == pytest.approx(len(dropped) / (t * k))
+    assert forms.dropped_share(jnp.asarray(chosen), E) == pytest.approx(len(dropped) / (t * k))
     weights[dropped] = 0.0
     right = naive(x, chosen, weights, GATE_UP, DOWN)
     found = np.asarray(product(x, chosen, case(t, k, "one")[2], GATE_UP, DOWN, implementation="capacity"))
@@ -148,22 +164,23 @@ def test_capacity_gradient_equals_dense(kind: str) -> None:
     x, chosen, weights = case(t, k, "one")
     if kind == "spread":
         chosen = spread(t, k)
+    routed = jnp.asarray(chosen)
     rank = np.zeros((t, k), np.int64)  # how many earlier (token, slot) rows the expert has
     counts = np.zeros(E, np.int64)
     for at in np.ndindex(t, k):
         rank[at] = counts[chosen[at]]
         counts[chosen[at]] += 1
-    kept = (rank < _capacity(t * k, E)).astype(np.float32)
+    kept = (rank < forms._capacity(t * k, E)).astype(np.float32)
     assert kept.all() == (kind == "spread")
     target = jnp.asarray(np.random.default_rng(1).standard_normal((t, D)).astype(np.float32))
 
-    def loss(x, weights, gate_up, down):
-        return (experts(x, chosen, weights, gate_up, down, implementation="capacity") * target).sum()
+    def loss(x: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+        return (experts(x, routed, weights, gate_up, down, implementation="capacity") * target).sum()
 
-    def dense_loss(x, weights, gate_up, down):
+    def dense_loss(x: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
         h = jnp.einsum("td,ecfd->tecf", x, gate_up)
         y = jnp.einsum("tef,edf->ted", jax.nn.silu(h[:, :, 0]) * h[:, :, 1], down)
-        share = (jax.nn.one_hot(chosen, E) * (weights * kept)[..., None]).sum(axis=1)  # [T, E]
+        share = (jax.nn.one_hot(routed, E) * (weights * kept)[..., None]).sum(axis=1)  # [T, E]
         return (jnp.einsum("ted,te->td", y, share) * target).sum()
 
     operands = tuple(map(jnp.asarray, (x, weights, GATE_UP, DOWN)))
@@ -178,6 +195,4 @@ def test_what_cannot_run_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="'cuda': this build has reference, capacity"):
         experts(x, chosen, weights, GATE_UP, DOWN, implementation="cuda")  # pyright: ignore[reportArgumentType]
     with pytest.raises(NotImplementedError, match="INT4"):
-        product(
-            x, chosen, weights, GATE_UP_WORDS, DOWN_WORDS, GATE_UP_SCALE, DOWN_SCALE, implementation="capacity"
-        )
+        product(x, chosen, weights, GATE_UP_WORDS, DOWN_WORDS, GATE_UP_SCALE, DOWN_SCALE, implementation="capacity")

@@ -18,6 +18,7 @@ from kimijax.model import Target, check_taps, declare_target
 from kimijax.sharding import make_mesh
 
 from . import golden, reference
+from .golden.families import Quantization
 
 FAMILIES = tuple(golden.FAMILIES)
 LIMIT = 1e-4  # largest error relative to the largest logit
@@ -30,12 +31,12 @@ def relative_error(found: np.ndarray, right: np.ndarray) -> float:
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Target]:
     """Loads a family's golden checkpoint in float32; written once a module."""
-    directories: dict[tuple[str, str | None], Path] = {}
+    directories: dict[tuple[str, Quantization | None], Path] = {}
 
     def get(
         family: str,
         *,
-        quantization: str | None = None,
+        quantization: Quantization | None = None,
         mesh: jax.sharding.Mesh | None = None,
         dtype: Any = jnp.float32,
     ) -> Target:
@@ -171,7 +172,7 @@ def test_packed_documents_do_not_see_each_other(load: Callable[..., Target]) -> 
 
 
 def test_bf16_stays_near_float32(load: Callable[..., Target]) -> None:
-    """bf16 weights and activations: where no expert choice flips, the logits are a few bf16 steps off; routing is f32."""
+    """bf16 weights and activations: where no expert choice flips, logits are a few bf16 steps off; routing is f32."""
     g = golden.load_golden("kimi_k25")
     logits, _, routing = run_forward(load("kimi_k25", dtype=jnp.bfloat16), g["ids"])
     same = np.all([(np.sort(e, axis=1) == r).all(axis=1) for (e, _), r in zip(routing, g["experts"], strict=True)], 0)

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kimijax.train.packing import Documents, Rows, pack
+from kimijax.train import packing
 
 
-def documents_of(lengths: list[int]) -> Documents:
+def documents_of(lengths: list[int]) -> packing.Documents:
     """Documents whose tokens are all different, so that a token tells where it is from."""
     n = sum(lengths)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return Documents(np.arange(1, n + 1, dtype=np.uint16), (np.arange(n) % 3 == 0).astype(np.uint8), offsets)
+    return packing.Documents(np.arange(1, n + 1, dtype=np.uint16), (np.arange(n) % 3 == 0).astype(np.uint8), offsets)
 
 
-def spans_of(rows: Rows, size: int) -> list[list[int]]:
+def spans_of(rows: packing.Rows, size: int) -> list[list[int]]:
     """The token runs of all rows, cut where the segment changes; a row's last token has its predecessor's segment."""
     runs: list[list[int]] = []
     for r in range(len(rows)):
@@ -38,7 +38,7 @@ LENGTHS = st.lists(st.integers(2, 40), min_size=1, max_size=60)
 @given(LENGTHS, st.integers(4, 24), st.integers(0, 3))
 def test_no_document_is_lost_split_or_mixed(lengths: list[int], row_tokens: int, seed: int) -> None:
     documents, size = documents_of(lengths), row_tokens + 1
-    rows = pack(documents, row_tokens, 0.5, np.random.default_rng(seed))
+    rows = packing.pack(documents, row_tokens, 0.5, np.random.default_rng(seed))
     # Expected: the documents, those longer than a row in pieces of a row.
     expected = []
     for start, stop in zip(documents.offsets[:-1], documents.offsets[1:], strict=True):
@@ -61,7 +61,7 @@ def test_no_document_is_lost_split_or_mixed(lengths: list[int], row_tokens: int,
 @given(LENGTHS, st.integers(4, 24), st.floats(0, 1))
 def test_weights_and_positions(lengths: list[int], row_tokens: int, prompt_weight: float) -> None:
     documents = documents_of(lengths)
-    rows = pack(documents, row_tokens, prompt_weight, np.random.default_rng(0))
+    rows = packing.pack(documents, row_tokens, prompt_weight, np.random.default_rng(0))
     first = set((documents.offsets[:-1] + 1).tolist())
     for r in range(len(rows)):
         for t in range(row_tokens):
@@ -83,7 +83,7 @@ def test_the_order_is_the_generators() -> None:
     documents = documents_of([5, 9, 3, 12, 7] * 4)
 
     def ids(seed: int | None) -> np.ndarray:
-        return pack(documents, 16, 0.1, None if seed is None else np.random.default_rng(seed)).ids
+        return packing.pack(documents, 16, 0.1, None if seed is None else np.random.default_rng(seed)).ids
 
     assert np.array_equal(ids(1), ids(1))
     assert not np.array_equal(ids(1), ids(2))
@@ -92,7 +92,7 @@ def test_the_order_is_the_generators() -> None:
 
 def test_rows_are_filled_well() -> None:
     lengths = np.random.default_rng(0).integers(8, 120, 400).tolist()
-    rows = pack(documents_of(lengths), 256, 0.1, np.random.default_rng(0))
+    rows = packing.pack(documents_of(lengths), 256, 0.1, np.random.default_rng(0))
     assert (rows.segments >= 0).mean() > 0.97
 
 
@@ -102,10 +102,10 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "offsets.npy", good.offsets)
     np.save(tmp_path / "mask.npy", good.mask[:-1])
     with pytest.raises(ValueError, match="mask"):
-        Documents.load(tmp_path)
+        packing.Documents.load(tmp_path)
     np.save(tmp_path / "mask.npy", good.mask)
     np.save(tmp_path / "offsets.npy", np.array([0, 6, 6, 10], np.int64))  # an empty document
     with pytest.raises(ValueError, match="offsets"):
-        Documents.load(tmp_path)
+        packing.Documents.load(tmp_path)
     np.save(tmp_path / "offsets.npy", good.offsets)
-    assert np.array_equal(Documents.load(tmp_path).offsets, [0, 4, 10])
+    assert np.array_equal(packing.Documents.load(tmp_path).offsets, [0, 4, 10])

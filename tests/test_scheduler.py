@@ -178,7 +178,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def step_once(self) -> None:
         oldest = min(self.live.values(), key=lambda r: r.id, default=None)
-        before = oldest and (len(oldest.output), oldest.cached)
+        before = (len(oldest.output), oldest.cached) if oldest else (0, 0)
         self.deliver(self.engine.step())
         if oldest is not None and oldest.phase is not Phase.FINISHED:
             assert (len(oldest.output), oldest.cached) > before, "the oldest request stands still"
@@ -257,9 +257,7 @@ def run_to_end(engine: Engine) -> dict[str, list[int]]:
 
 def test_the_youngest_gives_way_and_keeps_its_output() -> None:
     engine, _ = make_engine(max_batch=2, context_length=16, page_size=2, n_pages=8, chunk_size=16, burst=2)
-    first, second = (
-        engine.make_request([i] * 6, Sampling(max_tokens=10, ignore_eos=True), id=str(i)) for i in (1, 2)
-    )
+    first, second = (engine.make_request([i] * 6, Sampling(max_tokens=10, ignore_eos=True), id=str(i)) for i in (1, 2))
     engine.add(first)
     engine.add(second)
     preempted_at = None
@@ -354,8 +352,9 @@ def test_end_inside_a_burst(max_tokens: int, output: list[int], reason: str) -> 
 def test_pages_are_counted() -> None:
     pool = PagePool(4)
     first, second = pool.take(3), pool.take(1)
-    assert first == [0, 1, 2]
-    assert second == [3]
+    assert (first, second) == ([0, 1, 2], [3])
+    assert first is not None
+    assert second is not None
     assert pool.take(1) is None
     assert pool.take(0) == []
     pool.check_integrity([first, second])
@@ -372,7 +371,7 @@ def test_pages_are_counted() -> None:
 
 
 def test_sizes_that_programs_are_compiled_for() -> None:
-    config = EngineConfig(max_batch=20, context_length=2048, page_size=64, chunk_size=512)
+    config = EngineConfig(max_batch=20, context_length=2048, page_size=64, chunk_size=512, context_factor=4)
     assert config.batch_sizes == (1, 4, 16, 20)
     assert config.window_lengths == (256, 1024, 2048)
     assert config.chunk_lengths == (32, 128, 512)

@@ -36,7 +36,7 @@ def test_partition_reads_the_table() -> None:
 
 
 def test_unknown_axis_is_refused() -> None:
-    with pytest.raises(ConfigError, match="logical axis: found 'head', expected one of batch, .*heads"):
+    with pytest.raises(ConfigError, match=r"logical axis: found 'head', expected one of batch, .*heads"):
         partition(("hidden", "head"))
 
 

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from kimijax.errors import ConfigError
-from kimijax.train import nano_corpus, report, run_record, stages
-from kimijax.train.__main__ import main
-from kimijax.train.config import load_recipe
+from kimijax.train import cli, config, nano_corpus, report, run_record, stages
 
 from .micro_run import micro_recipe, recipe_text, write_corpus
 
@@ -49,12 +47,12 @@ def test_a_run_that_is_stopped_and_resumed(
     monkeypatch.setattr(stages, "Pretrainer", functools.cache(stages.Pretrainer))  # compiles once
     with monkeypatch.context() as patch:
         stop_at_once(patch)
-        assert main(command) == 0
+        assert cli.main(command) == 0
     assert "saved at step 1 of 6; run the same command again to resume" in capsys.readouterr().err
     assert not (out / "export").exists()
 
     monkeypatch.setattr(nano_corpus, "build", None)  # the corpus that the run began with is kept
-    assert main(command) == 0
+    assert cli.main(command) == 0
     assert "resumed at step 1 of 6" in capsys.readouterr().err
     first, second = run_record.sessions(out)
     assert (first["outcome"], first["step"], second["outcome"], second["step"]) == ("interrupted", 1, "exported", 6)
@@ -72,7 +70,7 @@ def test_a_run_that_is_stopped_and_resumed(
     # What does not fit the run is refused before anything is computed.
     def refusal(*changes: str) -> str:
         flags = [flag for change in changes for flag in ("--set", change)]
-        assert main([*command, *flags]) == 2
+        assert cli.main([*command, *flags]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1
         return lines[0]
@@ -89,7 +87,7 @@ def test_a_run_that_is_stopped_and_resumed(
 
 
 def test_export_needs_a_checkpoint(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export-pretrained", "--recipe", recipe, "--out", str(tmp_path / "none")]) == 2
+    assert cli.main(["export-pretrained", "--recipe", recipe, "--out", str(tmp_path / "none")]) == 2
     assert "expected a run with a checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
 
@@ -104,7 +102,7 @@ def test_export_needs_a_checkpoint(recipe: str, tmp_path: Path, capsys: pytest.C
 def test_a_mistake_is_one_line_and_exit_2(
     arguments: list[str], names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["pretrain", *arguments, "--out", str(tmp_path / "run")]) == 2
+    assert cli.main(["pretrain", *arguments, "--out", str(tmp_path / "run")]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert names in lines[0]
@@ -113,7 +111,7 @@ def test_a_mistake_is_one_line_and_exit_2(
 
 def test_a_file_in_the_place_of_the_folder(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").write_text("mine")
-    assert main(["pretrain", "--recipe", recipe, "--out", str(tmp_path / "run")]) == 2
+    assert cli.main(["pretrain", "--recipe", recipe, "--out", str(tmp_path / "run")]) == 2
     assert "expected a folder" in capsys.readouterr().err
 
 
@@ -122,7 +120,7 @@ def test_a_file_in_the_place_of_the_folder(recipe: str, tmp_path: Path, capsys: 
 )
 def test_unknown_flags_and_stages_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
-        main(arguments)
+        cli.main(arguments)
     assert error.value.code == 2
     assert "usage" in capsys.readouterr().err
 
@@ -146,7 +144,9 @@ def test_exit_status_of_failures(
         raise error
 
     monkeypatch.setattr(stages, "run", fail)
-    assert main(["pretrain", "--recipe", recipe, "--out", str(tmp_path / "run")]) == code
+    assert cli.main(["pretrain", "--recipe", recipe, "--out", str(tmp_path / "run")]) == code
+    [session] = run_record.sessions(tmp_path / "run")
+    assert session.get("outcome") == ("failed: nan" if code == 1 else None)
 
 
 def test_a_record_that_is_not_one_is_refused(tmp_path: Path) -> None:
@@ -173,4 +173,4 @@ def test_a_fence_that_the_answer_cannot_close() -> None:
 
 
 def test_the_micro_recipe_and_its_file_are_the_same(recipe: str) -> None:
-    assert load_recipe(recipe) == micro_recipe(steps=6, warmup_steps=1, decay_steps=0)
+    assert config.load_recipe(recipe) == micro_recipe(steps=6, warmup_steps=1, decay_steps=0)

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from kimijax.errors import ConfigError
-from kimijax.train.config import RECIPES, load_recipe
+from kimijax.train import config
 
-NANO = (RECIPES / "nano.toml").read_text(encoding="utf-8")
+NANO = (config.RECIPES / "nano.toml").read_text(encoding="utf-8")
 
 
 def test_the_nano_recipe_is_a_kimi_k25() -> None:
-    recipe = load_recipe("nano")
+    recipe = config.load_recipe("nano")
     target = recipe.target
     assert target.moe is not None
     assert (target.text_type, target.moe.scoring, target.n_dense_layers) == ("kimi_k2", "sigmoid", 1)
@@ -21,7 +21,7 @@ def test_the_nano_recipe_is_a_kimi_k25() -> None:
 
 
 def test_overrides() -> None:
-    recipe = load_recipe(
+    recipe = config.load_recipe(
         "nano",
         ["pretrain.steps=7000", "pretrain.learning_rate=1", "model.rope_scaling.factor=8.0", "samples.max_tokens=5"],
     )
@@ -66,7 +66,7 @@ def test_overrides() -> None:
 )
 def test_a_bad_override_is_named(override: str, names: str) -> None:
     with pytest.raises(ConfigError) as error:
-        load_recipe("nano", [override])
+        config.load_recipe("nano", [override])
     assert names in str(error.value)
 
 
@@ -87,10 +87,10 @@ def test_a_bad_file_is_named(old: str, new: str, names: str, tmp_path: Path) -> 
     path = tmp_path / "bad.toml"
     path.write_text(NANO.replace(old, new, 1), encoding="utf-8")
     with pytest.raises(ConfigError) as error:
-        load_recipe(str(path))
+        config.load_recipe(str(path))
     assert names in str(error.value)
 
 
 def test_an_unknown_recipe_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="nano"):
-        load_recipe("nanno")
+        config.load_recipe("nanno")

@@ -79,7 +79,11 @@ def pretrain(recipe: Recipe, out: Path, command: Sequence[str], *, install: bool
     corpus, trainer = out / "corpus", Pretrainer(recipe.target, recipe.pretrain)
     with StopRequest() as stop:
         train, heldout = Documents.load(corpus), Documents.load(corpus, "heldout_")
-        state = run(trainer, train, heldout, token_bytes(recipe, corpus), out, stop)
+        try:
+            state = run(trainer, train, heldout, token_bytes(recipe, corpus), out, stop)
+        except FloatingPointError as e:
+            record.note(outcome=f"failed: {e}")
+            raise
     step = int(state.step)
     if step < recipe.pretrain.steps:
         record.note(outcome="interrupted", step=step)

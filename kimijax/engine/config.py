@@ -27,7 +27,7 @@ class EngineConfig:
     burst: int = 8  # tokens a decoding program makes before the host looks at them
     max_queued: int = 1024  # waiting requests; more are refused
     batch_factor: int = 4  # batch sizes compiled for: 1, factor, factor ** 2, ..., max_batch
-    context_factor: int = 4  # window lengths compiled for: 256, 256 * factor, ..., context_length
+    context_factor: int = 8  # window lengths compiled for: 256, 256 * factor, ..., context_length
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "context_length", "page_size", "chunk_size", "burst"):

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from ..errors import ConfigError, RequestError
 from ..model import Target
 from .config import EngineConfig
-from .programs import Programs
+from .programs import ProgramKind, Programs
 from .request import Phase, Request, Sampling, StepOutput
 from .scheduler import Scheduler
 
@@ -158,10 +158,10 @@ class Engine:
     def warm_up(self, report: Callable[[str], None] | None = None) -> None:
         """Compile every program that traffic can ask for, by running each once on empty rows."""
         c = self.config
-        shapes = [("prefill", n, 0) for n in c.chunk_lengths]
+        shapes: list[tuple[ProgramKind, int, int]] = [("prefill", n, 0) for n in c.chunk_lengths]
         if c.context_length > c.chunk_size:
-            shapes += [("prefill", c.chunk_lengths[-1], w) for w in c.window_lengths]
-        shapes += [("decode", b, w) for b in c.batch_sizes for w in c.window_lengths]
+            shapes.extend(("prefill", c.chunk_lengths[-1], w) for w in c.window_lengths)
+        shapes.extend(("decode", b, w) for b in c.batch_sizes for w in c.window_lengths)
         for i, (kind, size, window) in enumerate(shapes):
             if report is not None:
                 report(f"compiling {i + 1} of {len(shapes)}: {kind} {size} x {window}")

@@ -37,6 +37,8 @@ class PagePool:
         if len(held) != len(set(held)):
             raise RuntimeError("a page has two holders")
         if set(held) != self._held:
-            raise RuntimeError(f"leaked pages {sorted(self._held - set(held))}, foreign {sorted(set(held) - self._held)}")
+            raise RuntimeError(
+                f"leaked pages {sorted(self._held - set(held))}, foreign {sorted(set(held) - self._held)}"
+            )
         if sorted([*self._free, *self._held]) != list(range(self.n_pages)):
             raise RuntimeError("free and held pages are not all pages, each once")

@@ -13,15 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ..cache import PagedCache
 from ..model import Target
 from ..sampling import SamplingRows, sample
-from ..sharding import named_sharding
 from .config import EngineConfig, bucket
 from .request import Request
 from .scheduler import PrefillPlan
+
+ProgramKind = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,14 @@ class Programs:
     def new_cache(self) -> PagedCache:
         """An empty cache on the devices."""
         c = self.config
-        make = functools.partial(
-            PagedCache.create, self._target_config, c.total_pages, c.page_size, self._cache_dtype
-        )
-        if self.mesh is None:
-            return jax.jit(make)()
-        replicated = named_sharding(self.mesh, ("replicated",) * 3)
-        return jax.jit(make, out_shardings=replicated)()
+        make = functools.partial(PagedCache.create, self._target_config, c.total_pages, c.page_size, self._cache_dtype)
+        # Placed as the programs return it: a cache placed otherwise would compile each program a second time.
+        single = self._leaves[0].sharding
+        return jax.jit(make, out_shardings=single if self.mesh is None else NamedSharding(self.mesh, P()))()
 
     def sizes(self) -> ProgramSizes:
         """Programs compiled so far."""
-        return ProgramSizes(self._prefill._cache_size(), self._decode._cache_size())
+        return ProgramSizes(_n_compiled(self._prefill), _n_compiled(self._decode))
 
     def prefill(self, cache: PagedCache, plan: PrefillPlan) -> tuple[PagedCache, jax.Array]:
         """Compute a chunk; returns the cache and the token drawn after it, int32 [1] (meaningless but for the last)."""
@@ -75,7 +74,7 @@ class Programs:
         reach = min(max(r.cached for r in requests) + n_steps, self.config.context_length)
         return self._run_decode(cache, requests, size, bucket(reach, self.config.window_lengths), n_steps)
 
-    def compile(self, cache: PagedCache, kind: Literal["prefill", "decode"], size: int, window: int) -> PagedCache:
+    def compile(self, cache: PagedCache, kind: ProgramKind, size: int, window: int) -> PagedCache:
         """Compile one program by running it on padding alone, which leaves the cache's pages as they are."""
         if kind == "prefill":
             return self._run_prefill(cache, [], 0, size, window, [])[0]
@@ -161,6 +160,11 @@ class Programs:
         offsets = jnp.arange(burst, dtype=jnp.int32)[None]
         positions = jnp.where(offsets < n_steps, lengths[:, None] + offsets, -1)
         return cache.write(window.take(positions), table, positions), drawn
+
+
+def _n_compiled(program: Any) -> int:
+    """Entries in the cache of a jitted function."""
+    return program._cache_size()
 
 
 def _rows(requests: Sequence[Request], size: int) -> SamplingRows:

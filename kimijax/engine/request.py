@@ -12,9 +12,9 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. Filters apply in the order top_k, top_p, min_p, to the tempered distribution.
+    """How the next token is drawn. Filters apply to the tempered distribution: top_k, then top_p, then min_p.
 
-    temperature 0 is greedy (lowest id on ties) whatever the filters say. top_k 0 is off, top_p 1 is off, min_p 0 is off.
+    temperature 0 is greedy (lowest id on ties) whatever the filters say; top_k 0, top_p 1 and min_p 0 are off.
     A seeded request draws the same tokens whatever else the engine does: randomness depends on (seed, position) only.
     """
 

@@ -88,7 +88,7 @@ class Scheduler:
         n_steps = 1 if pending and len(self.running) < self.config.max_batch else self.config.burst
         for request in [r for r in self.running if r.phase is Phase.DECODE]:
             while request.phase is Phase.DECODE and not self._grow(request, self._reach(request, n_steps)):
-                self._preempt(self.running[0])
+                self._preempt(self.running[-1])
         ready = tuple(r for r in self.running if r.phase is Phase.DECODE)
         return DecodePlan(ready, n_steps) if ready else None
 

@@ -1,8 +1,8 @@
 """The routed experts' product: gate and up, SiLU, down, and the weighted sum over the K chosen experts.
 
 Implementations by name:
-  reference   plain jax.numpy: a map over (token, slot) rows for few rows, a loop over row blocks of each expert that has
-              rows for many; an expert without rows is never read. INT4 weights are unpacked one expert at a time.
+  reference   plain jax.numpy: a map over (token, slot) rows for few rows; for many, a loop over blocks of rows of one
+              expert, so that an expert without rows is never read. INT4 weights are unpacked one expert at a time.
   capacity    plain jax.numpy, differentiable: every expert gets the same number of rows in one batched product, and
               rows beyond an expert's capacity are dropped. For training only.
 """

@@ -1,6 +1,7 @@
 """jax.numpy implementations of the experts op. Letters: T tokens, K chosen, E experts, D width, F expert width."""
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,24 @@ def unpack(words: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
     groups = q.reshape(*scale.shape, -1)  # [..., N/group, group]
     w = groups.astype(jnp.bfloat16) * scale[..., None].astype(jnp.bfloat16)
     return w.reshape(*words.shape[:-1], -1).astype(dtype)
+
+
+class _Weights(NamedTuple):
+    """All experts' weights as `experts` takes them; the methods give one expert's as floats."""
+
+    gate_up: jax.Array
+    down: jax.Array
+    gate_up_scale: jax.Array | None
+    down_scale: jax.Array | None
+
+    def gate_up_of(self, e: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """[2 * F, D]."""
+        w = _expert(self.gate_up, self.gate_up_scale, e, dtype)
+        return w.reshape(-1, w.shape[-1])
+
+    def down_of(self, e: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """[D, F]."""
+        return _expert(self.down, self.down_scale, e, dtype)
 
 
 def _expert(weights: jax.Array, scale: jax.Array | None, e: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -45,17 +64,16 @@ def reference(
 ) -> jax.Array:
     """See `experts`. Row map for at most ROW_MAP_LIMIT (token, slot) rows, expert loop beyond."""
     form = _row_map if chosen.size <= ROW_MAP_LIMIT else _expert_loop
-    return form(x, chosen, weights, gate_up, down, gate_up_scale, down_scale)
+    return form(x, chosen, weights, _Weights(gate_up, down, gate_up_scale, down_scale))
 
 
-def _row_map(x, chosen, weights, gate_up, down, gate_up_scale, down_scale) -> jax.Array:
+def _row_map(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: _Weights) -> jax.Array:
     k = chosen.shape[1]
 
     def row(r: jax.Array) -> jax.Array:
         e, t = chosen.reshape(-1)[r], r // k
-        up = _expert(gate_up, gate_up_scale, e, x.dtype)  # [2, F, D]
-        h = up.reshape(-1, up.shape[-1]) @ lax.dynamic_index_in_dim(x, t, keepdims=False)  # [2 * F]
-        return (_expert(down, down_scale, e, x.dtype) @ _gated(h.reshape(2, -1))).astype(jnp.float32)
+        h = w.gate_up_of(e, x.dtype) @ lax.dynamic_index_in_dim(x, t, keepdims=False)  # [2 * F]
+        return (w.down_of(e, x.dtype) @ _gated(h.reshape(2, -1))).astype(jnp.float32)
 
     rows = lax.map(row, jnp.arange(chosen.size, dtype=jnp.int32)).reshape(*chosen.shape, -1)
     return jnp.einsum("tkd,tk->td", rows, weights).astype(x.dtype)
@@ -67,20 +85,20 @@ def _block_rows(n_rows: int, n_experts: int) -> int:
     return min(128, max(16, 1 << (mean - 1).bit_length()))
 
 
-def _expert_loop(x, chosen, weights, gate_up, down, gate_up_scale, down_scale) -> jax.Array:
+def _expert_loop(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: _Weights) -> jax.Array:
     """Rows sorted by expert, cut into blocks of one expert each; the loop runs over the blocks that exist."""
-    n_rows, n_experts = chosen.size, gate_up.shape[0]
+    n_rows, n_experts = chosen.size, w.gate_up.shape[0]
     block = _block_rows(n_rows, n_experts)
     n_blocks = n_rows // block + n_experts  # enough for any routing: each expert wastes less than one block
     flat = chosen.reshape(-1)
-    onehot = flat[:, None] == jnp.arange(n_experts, dtype=flat.dtype)[None]  # [T*K, E]
-    rank = jnp.take_along_axis(jnp.cumsum(onehot, axis=0, dtype=jnp.int32), flat[:, None], axis=1)[:, 0] - 1
-    counts = onehot.sum(axis=0, dtype=jnp.int32)
+    rank, counts = _ranks(flat, n_experts)
     blocks_per_expert = -(-counts // block)
     last_block = jnp.cumsum(blocks_per_expert, dtype=jnp.int32)  # [E], exclusive end of each expert's blocks
     slot = (last_block - blocks_per_expert)[flat] * block + rank  # [T*K], place of a row in the padded order
-    token_of_slot = jnp.zeros(n_blocks * block, jnp.int32).at[slot].set(
-        jnp.arange(n_rows, dtype=jnp.int32) // chosen.shape[1], mode="promise_in_bounds", unique_indices=True
+    token_of_slot = (
+        jnp.zeros(n_blocks * block, jnp.int32)
+        .at[slot]
+        .set(jnp.arange(n_rows, dtype=jnp.int32) // chosen.shape[1], mode="promise_in_bounds", unique_indices=True)
     )
     block_ids = jnp.arange(n_blocks, dtype=jnp.int32)
     expert_of_block = (block_ids[:, None] >= last_block[None]).sum(axis=1, dtype=jnp.int32)  # [n_blocks]
@@ -89,9 +107,8 @@ def _expert_loop(x, chosen, weights, gate_up, down, gate_up_scale, down_scale) -
         e = expert_of_block[b]
         tokens = lax.dynamic_slice_in_dim(token_of_slot, b * block, block)
         rows = x[tokens]  # [block, D]
-        up = _expert(gate_up, gate_up_scale, e, x.dtype)  # [2, F, D]
-        h = rows @ up.reshape(-1, up.shape[-1]).T  # [block, 2 * F]
-        y = _gated(h.reshape(block, 2, -1)) @ _expert(down, down_scale, e, x.dtype).T  # [block, D]
+        h = rows @ w.gate_up_of(e, x.dtype).T  # [block, 2 * F]
+        y = _gated(h.reshape(block, 2, -1)) @ w.down_of(e, x.dtype).T  # [block, D]
         return lax.dynamic_update_slice_in_dim(out, y, b * block, 0)
 
     padded = lax.fori_loop(0, last_block[-1], step, jnp.zeros((n_blocks * block, x.shape[1]), x.dtype))
@@ -99,23 +116,22 @@ def _expert_loop(x, chosen, weights, gate_up, down, gate_up_scale, down_scale) -
     return jnp.einsum("tkd,tk->td", rows, weights).astype(x.dtype)
 
 
-def _capacity(n_rows: int, n_experts: int) -> int:
-    """Rows an expert has room for: CAPACITY_FACTOR times the mean, rounded up to 8."""
-    return min(n_rows, math.ceil(n_rows * CAPACITY_FACTOR / n_experts / 8) * 8)
-
-
-def _places(chosen: jax.Array, n_experts: int) -> tuple[jax.Array, int]:
-    """Rank of each (token, slot) row among the rows of its expert [T*K], and the capacity."""
-    flat = chosen.reshape(-1)
+def _ranks(flat: jax.Array, n_experts: int) -> tuple[jax.Array, jax.Array]:
+    """Rank of each row among the rows of its expert, int32 like `flat` [T*K], and rows per expert, int32 [E]."""
     onehot = flat[:, None] == jnp.arange(n_experts, dtype=flat.dtype)[None]
-    rank = jnp.take_along_axis(jnp.cumsum(onehot, axis=0, dtype=jnp.int32), flat[:, None], axis=1)[:, 0] - 1
-    return rank, _capacity(chosen.size, n_experts)
+    running = jnp.cumsum(onehot, axis=0, dtype=jnp.int32)
+    return jnp.take_along_axis(running, flat[:, None], axis=1)[:, 0] - 1, running[-1]
+
+
+def _capacity(n_rows: int, n_experts: int) -> int:
+    """Rows an expert takes: CAPACITY_FACTOR times the mean, rounded up to a multiple of 8."""
+    return min(n_rows, math.ceil(n_rows * CAPACITY_FACTOR / n_experts / 8) * 8)
 
 
 def dropped_share(chosen: jax.Array, n_experts: int) -> jax.Array:
     """Share of (token, slot) rows that `capacity` drops, float32."""
-    rank, size = _places(chosen, n_experts)
-    return (rank >= size).mean(dtype=jnp.float32)
+    rank, _ = _ranks(chosen.reshape(-1), n_experts)
+    return (rank >= _capacity(chosen.size, n_experts)).mean(dtype=jnp.float32)
 
 
 @jax.custom_vjp
@@ -132,11 +148,11 @@ def _with_zero_row(rows: jax.Array) -> jax.Array:
     return jnp.concatenate([rows, jnp.zeros((1, rows.shape[1]), rows.dtype)])
 
 
-def _gather_rows_forward(source, index, inverse):
+def _gather_rows_forward(source: jax.Array, index: jax.Array, inverse: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _gather_rows(source, index, inverse), inverse
 
 
-def _gather_rows_backward(inverse, gradient):
+def _gather_rows_backward(inverse: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None, None]:
     return _with_zero_row(gradient)[inverse].sum(axis=1), None, None
 
 
@@ -156,7 +172,8 @@ def capacity(
     if gate_up_scale is not None or down_scale is not None:
         raise NotImplementedError("experts implementation 'capacity' trains float weights, not INT4 words")
     n_experts, (t, k) = gate_up.shape[0], chosen.shape
-    rank, size = _places(chosen, n_experts)
+    rank, _ = _ranks(chosen.reshape(-1), n_experts)
+    size = _capacity(chosen.size, n_experts)
     n_slots = n_experts * size
     slot = jnp.where(rank < size, chosen.reshape(-1) * size + rank, n_slots)  # [T*K]; n_slots where dropped
     row_of_slot = jnp.full(n_slots, t * k, jnp.int32).at[slot].set(jnp.arange(t * k, dtype=jnp.int32), mode="drop")

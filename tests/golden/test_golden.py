@@ -4,7 +4,7 @@ import copy
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -24,6 +24,7 @@ from tests.golden import (
     with_quantization,
     write_checkpoint,
 )
+from tests.golden.families import Quantization
 from tests.golden.weights import GROUP, Grid, extra_shapes, hf_shapes, random_bits, round_bf16
 
 # Where the published numbers differ between families: wrong by this much, the logits must move well beyond rounding.
@@ -122,7 +123,9 @@ def test_weights_are_exact_in_bf16_except_the_router_bias() -> None:
 
 
 def test_rounding_to_bf16_is_that_of_ml_dtypes() -> None:
-    x = np.concatenate([random_bits("bf16", 4096).astype(np.uint32).view(np.float32), np.float32([0.0, 1.00390625])])
+    x = np.concatenate(
+        [random_bits("bf16", 4096).astype(np.uint32).view(np.float32), np.asarray([0.0, 1.00390625], np.float32)]
+    )
     x = x[np.isfinite(x)]
     assert np.array_equal(round_bf16(x), x.astype(ml_dtypes.bfloat16).astype(np.float32))
 
@@ -142,7 +145,7 @@ def test_int4_goldens_are_consistent() -> None:
         assert np.array_equal(_codes(packed, codes.shape[1]), codes), case
         if f"{case}/scale" in golden:
             scale = golden[f"{case}/scale"].view(ml_dtypes.bfloat16)
-            product = codes.astype(ml_dtypes.bfloat16) * np.repeat(scale, GROUP, axis=1)
+            product = np.multiply(codes.astype(ml_dtypes.bfloat16), np.repeat(scale, GROUP, axis=1))
             assert np.array_equal(product.view(np.uint16), golden[f"{case}/dequantised"]), case
     assert [hex(w) for w in golden["worked/packed"].view(np.uint32)[0]] == [
         "0x4ba7980f", "0x668aa88c", "0x1234fedc", "0x2e2e1f88"
@@ -160,7 +163,13 @@ def test_our_packing_is_that_of_compressed_tensors() -> None:
 @pytest.mark.parametrize("family", ["kimi_k25", "deepseek_v3"])
 def test_every_form_holds_the_same_numbers(family: str) -> None:
     config = FAMILIES[family]
-    for form, dtype in (("int4", "bfloat16"), ("fp8", "bfloat16"), (None, "bfloat16"), (None, "float32")):
+    forms: list[tuple[Quantization | None, Literal["float32", "bfloat16"]]] = [
+        ("int4", "bfloat16"),
+        ("fp8", "bfloat16"),
+        (None, "bfloat16"),
+        (None, "float32"),
+    ]
+    for form, dtype in forms:
         stored = stored_tensors(config, dtype=dtype, quantization=form, extras=False)
         for name, value in hf_weights(config).items():
             base = name.removesuffix("weight")
