@@ -84,8 +84,8 @@ class Scheduler:
 
     def plan_decode(self) -> DecodePlan | None:
         """All requests that decode, with pages for every token of the burst."""
-        pending = bool(self.waiting) or any(r.phase is Phase.PREFILL for r in self.running)
-        n_steps = 1 if pending and len(self.running) < self.config.max_batch else self.config.burst
+        pending = self._can_admit() or any(r.phase is Phase.PREFILL for r in self.running)
+        n_steps = 1 if pending else self.config.burst  # a waiting prompt is not kept waiting by a whole burst
         for request in [r for r in self.running if r.phase is Phase.DECODE]:
             while request.phase is Phase.DECODE and not self._grow(request, self._reach(request, n_steps)):
                 self._preempt(self.running[-1])
@@ -96,14 +96,17 @@ class Scheduler:
         """Tokens cached after a burst; never more than the context, whose last token is not computed."""
         return min(request.cached + n_steps, self.config.context_length)
 
-    def _admit(self) -> Request | None:
+    def _can_admit(self) -> bool:
+        """Whether the first waiting request finds a place, and pages for its first chunk."""
         if not self.waiting or len(self.running) >= self.config.max_batch:
+            return False
+        first = min(self.config.chunk_size, self.waiting[0].n_tokens)
+        return self._pages_for(first) <= self.pool.n_free
+
+    def _admit(self) -> Request | None:
+        if not self._can_admit():
             return None
-        request = self.waiting[0]
-        first = min(self.config.chunk_size, request.n_tokens)
-        if self._pages_for(first) > self.pool.n_free:
-            return None
-        self.waiting.popleft()
+        request = self.waiting.popleft()
         request.phase = Phase.PREFILL
         self.running.append(request)
         return request

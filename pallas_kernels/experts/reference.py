@@ -18,9 +18,9 @@ def unpack(words: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """
     shifts = (jnp.arange(8, dtype=jnp.int32) * 4).reshape((1,) * words.ndim + (8,))
     q = ((words[..., None] >> shifts) & 0xF) - 8  # [..., N/8, 8]
-    groups = q.reshape(*scale.shape, -1)  # [..., N/group, group]
-    w = groups.astype(jnp.bfloat16) * scale[..., None].astype(jnp.bfloat16)
-    return w.reshape(*words.shape[:-1], -1).astype(dtype)
+    w = q.reshape(*scale.shape, -1).astype(jnp.float32) * scale[..., None].astype(jnp.float32)  # [..., N/group, group]
+    # Not a cast to bf16 and back, which XLA may leave out.
+    return lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7).reshape(*words.shape[:-1], -1).astype(dtype)
 
 
 class _Weights(NamedTuple):
