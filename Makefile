@@ -50,7 +50,7 @@ format: $(DEV_STAMP)
 
 clean:
 	rm -rf $(VENV) build dist kimijax.egg-info .pytest_cache .ruff_cache .hypothesis
-	find kimijax pallas_kernels serve train tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find kimijax pallas_kernels serve train tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A Python counts if it runs, is new enough and can make a virtual environment: pyenv's shims fail when their version
 # is not selected, and Debian splits venv off into a package of its own.

@@ -8,7 +8,8 @@ Run from the root of the repository, on Linux. A random checkpoint of Kimi-K2.5'
 temporary directory. Each load runs in a process of its own and takes turns with `cat` and with a plain read of the same
 files into fresh memory: `cat` reuses one buffer that stays in the processor's cache, a load has to touch new memory for
 every byte. `peak_over_kept` is (peak resident memory while loading - resident memory before it) / bytes of the arrays
-that were loaded; 1.0 is the least there can be.
+that were loaded; 1.0 is the least there can be. `loadavg_before` and `probe_gflops` tell whether something
+else had the processor, as in `kimijax.bench`.
 """
 
 import argparse
@@ -142,6 +143,9 @@ def read_all(files: list[Path]) -> float:
 
 def compare(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """`cat`, a plain read and a load in turns."""
+    from kimijax.bench import host_gflops
+
+    load_before = os.getloadavg()[0]
     files = sorted(directory.glob("*.safetensors"))
     size = sum(f.stat().st_size for f in files)
     flags = f"--xla_force_host_platform_device_count={args.devices}"
@@ -183,6 +187,8 @@ def compare(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "kept_bytes": kept,
         "peak_bytes": peak,
         "peak_over_kept": round(peak / kept, 4),
+        "loadavg_before": round(load_before, 2),
+        "probe_gflops": host_gflops(),
     }
 
 

@@ -16,7 +16,9 @@ from .layers import declare, declare_norm, linear, rms_norm
 from .rope import rotate, softmax_scale
 from .sharding import shard
 
-QUERY_BLOCK = 128  # rows of one block of the expanded form: later keys of a block's triangle are never multiplied
+# The expanded form works on blocks of queries, so that keys which come after a whole block are never multiplied.
+QUERY_BLOCK = 128  # smallest block
+MAX_BLOCKS = 16  # a longer sequence gets larger blocks: each one is compiled
 
 
 class Query(NamedTuple):
@@ -95,16 +97,16 @@ class MLA(nnx.Module):
         k_rope = jnp.broadcast_to(keys[:, None, :, r:], (*k_nope.shape[:3], keys.shape[-1] - r))
         key = jnp.concatenate([k_nope, k_rope], axis=-1)  # [B, N, S, nope + rope]
         q = jnp.concatenate([query.nope, query.rope], axis=-1).swapaxes(1, 2)  # [B, N, T, nope + rope]
-        q = q * jnp.asarray(softmax_scale(self.config), q.dtype)
+        block = max(QUERY_BLOCK, -(-n_self // MAX_BLOCKS))
         out = []
-        for start in range(0, n_self, QUERY_BLOCK):
-            stop = min(start + QUERY_BLOCK, n_self)
+        for start in range(0, n_self, block):
+            stop = min(start + block, n_self)
             end = n_context + stop  # keys after the block's last token are invisible to all of it
             score = jnp.einsum(
                 "bnth,bnsh->bnts", q[:, :, start:stop], key[:, :, :end], preferred_element_type=jnp.float32
             )
             visible = _visible(start, stop, n_context, context_length, segments)
-            p = _softmax(jnp.where(visible, score, -jnp.inf)).astype(value.dtype)
+            p = _softmax(score * jnp.float32(softmax_scale(self.config)), visible).astype(value.dtype)
             out.append(jnp.einsum("bnts,bnsh->bnth", p, value[:, :, :end]))
         heads = jnp.concatenate(out, axis=2) if len(out) > 1 else out[0]
         return shard(heads.swapaxes(1, 2), "batch", "replicated", "heads", "head_dim")
@@ -123,18 +125,20 @@ class MLA(nnx.Module):
         r = self.config.kv_lora_rank
         q_latent = jnp.einsum("btnh,nhr->btnr", query.nope, self.k_up[...])
         q = jnp.concatenate([q_latent, query.rope], axis=-1)
-        q = q.reshape(b, t * n, -1) * jnp.asarray(softmax_scale(self.config), q.dtype)
-        score = jnp.einsum("bqc,bsc->bqs", q, keys, preferred_element_type=jnp.float32)
-        score = jnp.where(visible[:, :, None, :], score.reshape(b, t, n, -1), -jnp.inf)
-        p = _softmax(score).astype(keys.dtype).reshape(b, t * n, -1)
+        q = q.reshape(b, t * n, -1)
+        score = jnp.einsum("bqc,bsc->bqs", q, keys, preferred_element_type=jnp.float32).reshape(b, t, n, -1)
+        p = _softmax(score * jnp.float32(softmax_scale(self.config)), visible[:, :, None, :])
+        p = p.astype(keys.dtype).reshape(b, t * n, -1)
         # The values are the first R columns of the keys; multiplying all columns and cutting the product is free of
         # copies.
         latent = jnp.einsum("bqs,bsc->bqc", p, keys)[..., :r].reshape(b, t, n, r)
         return jnp.einsum("btnr,nhr->btnh", latent, self.v_up[...])
 
 
-def _softmax(score: jax.Array) -> jax.Array:
-    """Softmax over the last axis in float32; a row that sees no key gives zeros, not NaN, also in its gradient."""
+def _softmax(score: jax.Array, visible: jax.Array) -> jax.Array:
+    """Softmax of the visible scores over the last axis, in float32; a row that sees none gives zeros, not NaN, also in
+    its gradient."""
+    score = jnp.where(visible, score, -jnp.inf)
     top = jax.lax.stop_gradient(jnp.max(score, axis=-1, keepdims=True))
     e = jnp.exp(score - jnp.where(jnp.isfinite(top), top, 0.0))
     total = e.sum(axis=-1, keepdims=True)

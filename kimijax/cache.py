@@ -1,20 +1,36 @@
-"""The latent cache: pages on the device, and the dense window that a decoding program works on.
+"""The latent cache: pages on the device, and two views of a batch's pages that a program attends to.
 
-A page holds PAGE_SIZE tokens of one layer, [R + rope] values each: the normed latent and the rotated key. A block table
-row lists a request's pages in order, padded with -1. JAX wraps index -1 to the last row on reads and drops writes out
-of range, so -1 never reaches an index here: reads of padding are clamped and masked by length, writes of padding go
+A page holds `page_size` tokens of one layer, [R + rope] values each: the normed latent and the rotated key. A block
+table row lists a request's pages in order, padded with -1. JAX wraps index -1 to the last row on reads and drops writes
+out of range, so -1 never reaches an index here: reads of padding are clamped and masked by length, writes of padding go
 to an index past the end and are dropped.
 """
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Protocol, Self
 
 import jax
 import jax.numpy as jnp
 
 from .config import TargetConfig
 
-PAGE_SIZE = 64
+
+class CacheView(Protocol):
+    """A batch's cached latents, position s of row b at [b, s]."""
+
+    @property
+    def length(self) -> int:
+        """S, tokens a row can hold."""
+        ...
+
+    def rows(self, layer: int) -> jax.Array:
+        """[B, S, R + rope] of one layer; rows beyond a request's tokens hold anything."""
+        ...
+
+    def store(self, layer: int, new: jax.Array, start: jax.Array) -> Self:
+        """Write `new` [B, T, R + rope] of one layer at positions start[b] ... start[b] + T - 1 (start: int32 [B])."""
+        ...
 
 
 @jax.tree_util.register_dataclass
@@ -38,37 +54,65 @@ class PagedCache:
         return self.layers[0].shape[1]
 
     def read(self, table: jax.Array) -> "Window":
-        """The pages of `table` int32 [B, n] as dense rows [B, n * page, R + rope]; rows of padding hold anything."""
-        safe = jnp.clip(table, 0, self.n_pages - 1)
-
-        def rows(pages: jax.Array) -> jax.Array:
-            return pages[safe].reshape(table.shape[0], -1, pages.shape[-1])
-
-        return Window(tuple(rows(pages) for pages in self.layers))
+        """All layers' pages of `table` int32 [B, n] as dense rows [B, n * page, R + rope]."""
+        view = PagedView(self, table)
+        return Window(tuple(view.rows(layer) for layer in range(len(self.layers))))
 
     def write(self, rows: tuple[jax.Array, ...], table: jax.Array, positions: jax.Array) -> "PagedCache":
-        """Store new latents.
+        """Store new latents of all layers.
 
         Args:
           rows: L arrays [B, T, R + rope].
           table: int32 [B, n] pages of each row, padded with -1.
           positions: int32 [B, T]; a negative position, or one whose page is padding, is not written.
         """
+        index, offset = self._places(table, positions)
+        return PagedCache(
+            tuple(_scatter(pages, new, index, offset) for pages, new in zip(self.layers, rows, strict=True))
+        )
+
+    def write_layer(self, layer: int, rows: jax.Array, table: jax.Array, positions: jax.Array) -> "PagedCache":
+        """`write` of one layer."""
+        pages = _scatter(self.layers[layer], rows, *self._places(table, positions))
+        return PagedCache((*self.layers[:layer], pages, *self.layers[layer + 1 :]))
+
+    def _places(self, table: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Page (n_pages, past the end, where nothing is to be written) and offset of each position, int32 [B, T]."""
         page, offset = positions // self.page_size, positions % self.page_size
         index = jnp.take_along_axis(table, jnp.clip(page, 0, table.shape[1] - 1), axis=1)
         live = (positions >= 0) & (page < table.shape[1]) & (index >= 0)
-        index = jnp.where(live, index, self.n_pages)  # past the end: dropped
+        return jnp.where(live, index, self.n_pages), offset
 
-        def store(pages: jax.Array, new: jax.Array) -> jax.Array:
-            return pages.at[index, offset].set(new.astype(pages.dtype), mode="drop")
 
-        return PagedCache(tuple(store(p, r) for p, r in zip(self.layers, rows, strict=True)))
+def _scatter(pages: jax.Array, new: jax.Array, index: jax.Array, offset: jax.Array) -> jax.Array:
+    return pages.at[index, offset].set(new.astype(pages.dtype), mode="drop")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedView:
+    """A view that gathers one layer's pages when that layer asks: it needs room for one layer at a time."""
+
+    cache: PagedCache
+    table: jax.Array  # int32 [B, n], padded with -1
+
+    @property
+    def length(self) -> int:
+        return self.table.shape[1] * self.cache.page_size
+
+    def rows(self, layer: int) -> jax.Array:
+        safe = jnp.clip(self.table, 0, self.cache.n_pages - 1)
+        return self.cache.layers[layer][safe].reshape(self.table.shape[0], self.length, -1)
+
+    def store(self, layer: int, new: jax.Array, start: jax.Array) -> "PagedView":
+        positions = start[:, None] + jnp.arange(new.shape[1], dtype=start.dtype)[None]
+        return dataclasses.replace(self, cache=self.cache.write_layer(layer, new, self.table, positions))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Window:
-    """A batch's cached latents laid out densely: position s of row b at [b, s]."""
+    """A dense copy of a batch's pages: gathered once, it serves many decoding steps, at the price of all layers."""
 
     layers: tuple[jax.Array, ...]  # L arrays [B, S, R + rope]
 
@@ -76,11 +120,11 @@ class Window:
     def length(self) -> int:
         return self.layers[0].shape[1]
 
-    def store(self, layer: int, new: jax.Array, start: jax.Array) -> "Window":
-        """Write `new` [B, T, R + rope] of one layer at positions start[b] ... start[b] + T - 1.
+    def rows(self, layer: int) -> jax.Array:
+        return self.layers[layer]
 
-        The caller keeps start + T within the window; `dynamic_update_slice` would shift a block that sticks out.
-        """
+    def store(self, layer: int, new: jax.Array, start: jax.Array) -> "Window":
+        """The caller keeps start + T within the window; `dynamic_update_slice` would shift a block that sticks out."""
         rows = self.layers[layer]
         new = new.astype(rows.dtype)
         if rows.shape[0] == 1:
@@ -90,7 +134,7 @@ class Window:
             rows = rows.at[jnp.arange(rows.shape[0])[:, None], index].set(new, mode="drop")
         # Without the barrier XLA's CPU compiler clones the update into its consumers and copies the rows for each.
         rows = jax.lax.optimization_barrier(rows)
-        return dataclasses.replace(self, layers=(*self.layers[:layer], rows, *self.layers[layer + 1 :]))
+        return Window((*self.layers[:layer], rows, *self.layers[layer + 1 :]))
 
     def take(self, positions: jax.Array) -> tuple[jax.Array, ...]:
         """L arrays [B, T, R + rope] at int32 positions [B, T]; positions are clamped into the window."""

@@ -21,10 +21,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from .checkpoint_reader import Leaf, Source, read_leaves
+from .checkpoint_reader import Leaf, Source, read_leaves, shortened
 from .checkpoint_writer import save
 from .config import Fp8BlockConfig, Int4Config, TargetConfig
 from .errors import CheckpointError, ConfigError
+from .memory import FreeMemory, check_memory, free_memory
 from .model import Target, declare_target
 from .names import WRAPPER_PREFIX, Path, Piece, name_table, parameters, skip_reason
 from .quant import GROUP_SIZE, NIBBLES_PER_WORD, Rounding
@@ -36,7 +37,6 @@ __all__ = ["CheckpointIndex", "Kind", "inspect", "load", "resolve", "save", "wit
 Kind = Literal["int4", "fp8", "plain"]
 
 _FLOATS = ("BF16", "F16", "F32")
-_SHOWN = 40  # problems of one sort that a message spells out; the rest are counted
 
 log = logging.getLogger(__name__)
 
@@ -166,13 +166,18 @@ def load(
     rounding: Rounding = "reference",
     progress: bool = False,
     threads: int = 8,
+    free: FreeMemory = free_memory,
 ) -> Target:
     """The model of a checkpoint directory, its parameters on the devices of `mesh`.
 
     Float tensors are converted to `dtype` (a wider file is rounded to nearest even; the router's correction bias stays
     float32 whatever `dtype` is). fp8 block weights, and INT4 weights outside the routed experts, are dequantised.
-    Routed experts that are INT4 in the files stay INT4 unless `unpack_int4`. While it loads, host memory holds the
-    array being read and a few MB a thread; on CPU devices that buffer becomes the array.
+    Routed experts that are INT4 in the files stay INT4 unless `unpack_int4`. Either way their scales must be bf16,
+    finite and positive: others are refused, neither rounded nor replaced.
+
+    What cannot fit on the devices is refused before any tensor is read (`memory.check_memory`), unless neither backend
+    nor system tells how much they hold. While it loads, host memory holds the array being read and a few MB a thread;
+    on CPU devices that buffer becomes the array.
 
     Args:
       directory: safetensors files in Hugging Face's layout, with or without the `language_model.` prefix.
@@ -183,9 +188,11 @@ def load(
       rounding: of that dequantisation, see `quant.dequantize_words`.
       progress: show GB, GB/s and time left on stderr.
       threads: readers at work at the same time.
+      free: bytes that a device can still hold, None where that is unknown.
     Raises:
-      ConfigError: another dtype, or a mesh that does not divide the model.
-      CheckpointError: lists every tensor that is missing, superfluous, misshapen or mistyped, and every faulty file.
+      ConfigError: another dtype, a mesh that does not divide the model, or devices that are too small for it.
+      CheckpointError: lists every tensor that is missing, superfluous, misshapen or mistyped, and every faulty file;
+        or, after reading, every tensor with a scale that is not finite and positive.
     """
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
         raise ConfigError("dtype", str(dtype), "bfloat16 or float32")
@@ -196,6 +203,7 @@ def load(
     flat = parameters(target)
     leaves = resolve(index, config, {path: param.get_value() for path, param in flat.items()}, int4=int4)
     shardings = {path: _sharding(mesh, p.get_metadata()["axes"], leaves[path].shape) for path, p in flat.items()}
+    check_memory(flat, shardings, free)
     arrays = read_leaves(leaves, shardings, rounding=rounding, progress=progress, threads=threads)
     filled = [(path, param.replace(arrays[path])) for path, param in flat.items()]
     nnx.update(target, nnx.from_flat_state(filled))
@@ -268,7 +276,7 @@ class _Checker:
             width = columns[0]
             if self.index.has(f"{stem}.weight_packed"):
                 packed = self.expect(f"{stem}.weight_packed", (rows, -(-width // NIBBLES_PER_WORD)), ("I32",))
-                scale = self.expect(f"{stem}.weight_scale", (rows, width // GROUP_SIZE), ("BF16", "F32"))
+                scale = self.expect(f"{stem}.weight_scale", (rows, width // GROUP_SIZE), ("BF16",))
                 self.logical_shape(stem, (rows, width))
                 return Source(piece, "int4", packed, scale)
             if self.index.has(f"{stem}.weight_scale_inv"):
@@ -341,7 +349,6 @@ class _Checker:
             found = sorted(set(self.bad[sort]))
             if found:
                 lines.append(f"{sort} ({len(found)}):")
-                lines += [f"  {line}" for line in found[:_SHOWN]]
-                lines += [f"  ... and {len(found) - _SHOWN} more"] * (len(found) > _SHOWN)
+                lines += shortened([f"  {line}" for line in found])
         lines.append("download the files again, or use the config.json that belongs to them")
         return "\n".join(lines)

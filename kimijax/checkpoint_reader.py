@@ -8,12 +8,12 @@ them without a copy: nothing may write to one afterwards.
 
 import itertools
 import math
+import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -21,13 +21,15 @@ from jax.sharding import Sharding
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from .errors import CheckpointError
 from .names import Path, Piece
-from .quant import Rounding, dequantize_words
+from .quant import Rounding, dequantize_words, first_bad_scale
 from .safetensors_io import DTYPES, FilePool, TensorInfo
 
 _ALIGNMENT = 64  # what XLA's CPU client asks of a buffer that it adopts
 _DIRECT_BYTES = 16 << 20  # a block read into its place needs no scratch memory
 _SCRATCH_VALUES = 1 << 20  # a block that is converted or cut: a few MB of scratch memory a thread
+_SHOWN = 40  # lines of one sort that a message spells out; the rest are counted
 
 type Box = tuple[tuple[int, int], ...]  # one [start, stop) for each dimension
 
@@ -45,6 +47,11 @@ class Source:
     weight: TensorInfo
     scale: TensorInfo | None = None
     fp8_block: tuple[int, int] | None = None
+
+    @property
+    def is_scale(self) -> bool:
+        """Whether the values themselves are INT4 scales that stay beside their words."""
+        return self.piece.name.endswith(".weight_scale")
 
 
 @dataclass(frozen=True)
@@ -88,15 +95,36 @@ def read_leaves(
       rounding: how INT4 weights are dequantised where the parameter is a float.
       progress: show a bar on stderr.
       threads: readers at work at the same time.
+    Raises:
+      CheckpointError: lists every tensor with an INT4 scale that is not finite and positive. That is looked at while
+        reading, since it takes the values, so it is known only when everything has been read.
     """
     arrays: dict[Path, jax.Array] = {}
+    bad: list[tuple[str, int, float]] = []
     # GB of the files as a whole: of blocks that other processes read, the bar counts the whole parameter too.
     total = sum(_bytes_of(leaf) for leaf in leaves.values())
     with FilePool() as pool, ThreadPoolExecutor(threads) as executor, _progress_bar(progress, total) as advance:
         for path, leaf in sorted(leaves.items(), key=lambda item: item[1].position):
-            arrays[path] = _read_leaf(leaf, shardings[path], pool, executor, rounding)
+            arrays[path] = _read_leaf(leaf, shardings[path], _Reader(pool, leaf.dtype, rounding, bad), executor)
             advance(_bytes_of(leaf))
+    if bad:
+        raise _bad_scales(leaves, bad)
     return arrays
+
+
+def _bad_scales(leaves: Mapping[Path, Leaf], bad: Sequence[tuple[str, int, float]]) -> CheckpointError:
+    """The error for INT4 scales (tensor, row, value) that the format does not allow."""
+    first = {name: (row, value) for name, row, value in sorted(bad, key=lambda b: b[1], reverse=True)}
+    directory = next(iter(leaves.values())).sources[0].weight.file.parent
+    lines = [f"  {name}: found {value} in row {row}" for name, (row, value) in sorted(first.items())]
+    head = f"{directory}: INT4 scales that are not finite and positive; nothing was loaded"
+    return CheckpointError("\n".join([head, f"tensors ({len(lines)}):", *shortened(lines), "download the files again"]))
+
+
+def shortened(lines: Sequence[str]) -> list[str]:
+    """The first lines of a list in a message, and how many more there are."""
+    rest = len(lines) - _SHOWN
+    return [*lines[:_SHOWN], *([f"  ... and {rest} more"] if rest > 0 else [])]
 
 
 def _bytes_of(leaf: Leaf) -> int:
@@ -104,13 +132,11 @@ def _bytes_of(leaf: Leaf) -> int:
     return sum(s.weight.nbytes * math.prod(s.piece.block) // math.prod(s.piece.view) for s in leaf.sources)
 
 
-def _read_leaf(
-    leaf: Leaf, sharding: Sharding, pool: FilePool, executor: ThreadPoolExecutor, rounding: Rounding
-) -> jax.Array:
+def _read_leaf(leaf: Leaf, sharding: Sharding, reader: "_Reader", executor: ThreadPoolExecutor) -> jax.Array:
     boxes = {d: _box(index, leaf.shape) for d, index in sharding.addressable_devices_indices_map(leaf.shape).items()}
     buffers = {box: _aligned([b - a for a, b in box], leaf.dtype) for box in set(boxes.values())}
     futures = [
-        executor.submit(_fill, source, start, stop, targets, pool, leaf.dtype, rounding)
+        executor.submit(reader.fill, source, start, stop, targets)
         for source in leaf.sources
         for start, stop, targets in _blocks(source, leaf.dtype, buffers)
     ]
@@ -136,7 +162,7 @@ def _box(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
 
 
 def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array whose first byte lies at a multiple of `_ALIGNMENT`; every byte is written by `_fill`."""
+    """An uninitialised array whose first byte lies at a multiple of `_ALIGNMENT`; a `_Reader` writes every byte."""
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
     offset = -raw.ctypes.data % _ALIGNMENT
@@ -186,38 +212,52 @@ def _is_direct(source: Source, dtype: np.dtype, targets: Sequence[_Target]) -> b
     return source.form == "plain" and DTYPES[source.weight.dtype] == dtype and whole
 
 
-def _fill(
-    source: Source,
-    start: int,
-    stop: int,
-    targets: Sequence[_Target],
-    pool: FilePool,
-    dtype: np.dtype,
-    rounding: Rounding,
-) -> None:
-    """Reads the rows [start, stop) of a piece's view into its targets, converting to `dtype`."""
-    if _is_direct(source, dtype, targets):
-        (target,) = targets
-        out = target.out[start - target.first : stop - target.first]
-        pool.read_into(source.weight, start * (source.weight.nbytes // source.piece.view[0]), out)
-        return
-    unit = source.piece.rows_per_unit
-    block = _read_rows(source, slice(start * unit, stop * unit), pool, dtype, rounding)
-    block = block.reshape(stop - start, *source.piece.view[1:])
-    for t in targets:
-        t.out[start - t.first : stop - t.first] = block[:, *t.columns]
+@dataclass(frozen=True)
+class _Reader:
+    """Fills the buffers of one parameter; its methods run in several threads."""
 
+    pool: FilePool
+    dtype: np.dtype
+    rounding: Rounding
+    bad: list[tuple[str, int, float]]  # INT4 scales that break the format: tensor, row, value; one for each block
 
-def _read_rows(source: Source, rows: slice, pool: FilePool, dtype: np.dtype, rounding: Rounding) -> np.ndarray:
-    """Whole rows of a tensor: as stored where it is plain (the assignment converts), else dequantised to `dtype`."""
-    weight = pool.read(source.weight, rows)
-    if source.form == "plain":
-        return weight
-    assert source.scale is not None
-    if source.form == "int4":
-        return dequantize_words(weight, pool.read(source.scale, rows), dtype, rounding)
-    assert source.fp8_block is not None
-    return _dequantize_fp8(weight, pool.read(source.scale), rows.start, source.fp8_block).astype(dtype)
+    def fill(self, source: Source, start: int, stop: int, targets: Sequence[_Target]) -> None:
+        """Reads the rows [start, stop) of a piece's view into its targets, converting to `dtype`."""
+        unit = source.piece.rows_per_unit
+        if _is_direct(source, self.dtype, targets):
+            (target,) = targets
+            out = target.out[start - target.first : stop - target.first]
+            self.pool.read_into(source.weight, start * (source.weight.nbytes // source.piece.view[0]), out)
+            if source.is_scale:
+                self.check_scale(source, start * unit, out)
+            return
+        block = self.rows(source, slice(start * unit, stop * unit))
+        block = block.reshape(stop - start, *source.piece.view[1:])
+        for t in targets:
+            t.out[start - t.first : stop - t.first] = block[:, *t.columns]
+
+    def rows(self, source: Source, rows: slice) -> np.ndarray:
+        """Whole rows of a tensor: as stored where it is plain (the assignment converts), else dequantised."""
+        weight = self.pool.read(source.weight, rows)
+        if source.form == "plain":
+            if source.is_scale:
+                self.check_scale(source, rows.start, weight)
+            return weight
+        assert source.scale is not None
+        if source.form == "int4":
+            scale = self.pool.read(source.scale, rows)
+            self.check_scale(source, rows.start, scale)
+            with np.errstate(invalid="ignore"):  # of bad scales, which end in an error anyway
+                return dequantize_words(weight, scale, self.dtype, self.rounding)
+        assert source.fp8_block is not None
+        return _dequantize_fp8(weight, self.pool.read(source.scale), rows.start, source.fp8_block).astype(self.dtype)
+
+    def check_scale(self, source: Source, first_row: int, scale: np.ndarray) -> None:
+        """Notes the first bad one of the scales [rows, groups] that begin at a row of their tensor."""
+        at = first_bad_scale(scale)
+        if at is not None:
+            row = first_row + at // scale.shape[1]
+            self.bad.append((f"{source.piece.stem}.weight_scale", row, float(scale.flat[at])))
 
 
 def _dequantize_fp8(weight: np.ndarray, scale: np.ndarray, first_row: int, block: tuple[int, int]) -> np.ndarray:
@@ -228,19 +268,23 @@ def _dequantize_fp8(weight: np.ndarray, scale: np.ndarray, first_row: int, block
 
 
 @contextmanager
-def _progress_bar(shown: bool, total: int) -> Any:
-    """Yields `advance(bytes)`; the bar shows bytes, bytes a second and the time left, on stderr."""
-    advance: Callable[[int], None] = lambda _: None  # noqa: E731
+def _progress_bar(shown: bool, total: int) -> Generator[Callable[[int], None]]:
+    """Yields `advance(bytes)`, which moves a bar on stderr where it is shown."""
     if not shown:
-        yield advance
+        yield lambda _: None
         return
+    with _bar(Console(stderr=True)) as bar:
+        task = bar.add_task("loading weights", total=total)
+        yield lambda n: bar.advance(task, n)
+
+
+def _bar(console: Console, clock: Callable[[], float] = time.monotonic) -> Progress:
+    """A bar that shows bytes of all bytes, bytes a second and the time left."""
     columns = (
-        TextColumn("loading weights"),
+        TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("loading weights", total=total)
-        yield lambda n: bar.advance(task, n)
+    return Progress(*columns, console=console, get_time=clock)

@@ -67,7 +67,8 @@ def save(
       shard_bytes: a new file is begun before the tensor that would make one larger than this.
       files: further files by name: tokenizer, chat template, generation config.
     Raises:
-      ValueError: the directory is in use, or parameters, config and `int4` do not fit together.
+      ValueError: the directory is in use, parameters, config and `int4` do not fit together, or INT4 scales to be kept
+        are not bf16.
     """
     directory = FilePath(directory)
     config = parse_config(config_json)
@@ -165,10 +166,10 @@ def _assembled(found: Sequence[tuple[Path, Piece]], dtype: np.dtype, prefix: str
     return _Unit((TensorSpec(prefix + name, dtype, shape),), tuple(path for path, _ in found), make)
 
 
-def _int4_specs(stem: str, rows: int, width: int, scale_dtype: np.dtype) -> tuple[TensorSpec, ...]:
+def _int4_specs(stem: str, rows: int, width: int) -> tuple[TensorSpec, ...]:
     return (
         TensorSpec(f"{stem}.weight_packed", _I32, (rows, width // NIBBLES_PER_WORD)),
-        TensorSpec(f"{stem}.weight_scale", scale_dtype, (rows, width // GROUP_SIZE)),
+        TensorSpec(f"{stem}.weight_scale", _BF16, (rows, width // GROUP_SIZE)),
         TensorSpec(f"{stem}.weight_shape", _I32, (2,)),
     )
 
@@ -187,7 +188,9 @@ def _stored_int4(
         return (dequantize_words(host[packed][piece.at], host[scale][piece.at], dtype),)
 
     if keep:
-        return _Unit(_int4_specs(stem, rows, width, np.dtype(scale_dtype)), (packed, scale), make_int4)
+        if scale_dtype != _BF16:
+            raise ValueError(f"{stem}: found {scale_dtype} scales, expected bfloat16: `load` takes no others")
+        return _Unit(_int4_specs(stem, rows, width), (packed, scale), make_int4)
     return _Unit((TensorSpec(f"{stem}.weight", dtype, (rows, width)),), (packed, scale), make_float)
 
 
@@ -198,7 +201,7 @@ def _quantised(path: Path, piece: Piece, prefix: str) -> _Unit:
     def make(host: Host) -> tuple[np.ndarray, ...]:
         return *quantize_words(host[path][piece.at].astype(_BF16, copy=False)), np.array([rows, width], _I32)
 
-    return _Unit(_int4_specs(prefix + piece.stem, rows, width, _BF16), (path,), make)
+    return _Unit(_int4_specs(prefix + piece.stem, rows, width), (path,), make)
 
 
 def _shards(units: Sequence[_Unit], shard_bytes: int) -> list[list[_Unit]]:

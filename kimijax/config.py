@@ -5,13 +5,28 @@ list of serialisation noise. Any other key is refused by name: a field that chan
 """
 
 import dataclasses
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from .config_reader import Reader, read_json
 from .errors import ConfigError
+from .generation_config import GenerationDefaults, load_generation_defaults
+
+__all__ = [
+    "Fp8BlockConfig",
+    "GenerationDefaults",
+    "Int4Config",
+    "MoEConfig",
+    "TargetConfig",
+    "YarnConfig",
+    "load_config",
+    "load_generation_defaults",
+    "parse_config",
+    "read_json",
+]
 
 WRAPPERS = ("kimi_k25",)
 TEXT_TYPES = ("kimi_k2", "deepseek_v3", "deepseek_v2")
@@ -110,16 +125,6 @@ class TargetConfig:
         return self.moe is not None and layer >= self.n_dense_layers
 
 
-@dataclass(frozen=True)
-class GenerationDefaults:
-    """What `generation_config.json` proposes; a request's own fields win."""
-
-    eos_token_ids: tuple[int, ...] = ()
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-
-
 # Keys that transformers writes for every model and that do not touch this architecture's inference maths.
 _NOISE = frozenset(
     """_name_or_path _attn_implementation _attn_implementation_autoset add_cross_attention architectures
@@ -154,66 +159,6 @@ _FIXED: dict[str, tuple[object, ...]] = {
 }
 
 
-class _Reader:
-    """Reads keys of one JSON object and remembers which; `finish` refuses the rest."""
-
-    def __init__(self, data: Any, where: str) -> None:
-        if not isinstance(data, Mapping):
-            raise ConfigError(where, data, "a JSON object")
-        self.data, self.where, self.seen = data, where, set[str]()
-
-    def get(self, key: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
-        self.seen.add(key)
-        name = f"{self.where}.{key}"
-        if key not in self.data:
-            if default is ...:
-                raise ConfigError(name, "no such key", "a value", "the checkpoint's config.json is not of this family")
-            return default
-        value = self.data[key]
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        if float in kinds and type(value) is int:
-            value = float(value)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise ConfigError(name, value, " or ".join(k.__name__ for k in kinds))
-        return value
-
-    def positive(self, key: str, default: Any = ...) -> int:
-        value: int = self.get(key, int, default)
-        if value <= 0:
-            raise ConfigError(f"{self.where}.{key}", value, "a positive integer")
-        return value
-
-    def one_of(self, key: str, allowed: tuple[Any, ...], default: Any = ...) -> Any:
-        self.seen.add(key)
-        value = self.data.get(key, default)
-        if value is ... or value not in allowed:
-            found = "no such key" if value is ... else value
-            raise ConfigError(f"{self.where}.{key}", found, "one of " + ", ".join(map(repr, allowed)))
-        return value
-
-    def finish(self, noise: frozenset[str] = frozenset()) -> None:
-        for key in sorted(set(self.data) - self.seen - noise):
-            raise ConfigError(
-                f"{self.where}.{key}",
-                self.data[key],
-                "no such field",
-                "it is neither known nor on the list of harmless keys in kimijax/config.py, and might change the maths",
-            )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from `path`; errors name the file."""
-    if not path.is_file():
-        raise ConfigError(str(path), "no such file", "a JSON file", "point at a checkpoint directory")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as e:
-        raise ConfigError(str(path), str(e), "valid JSON") from e
-    if not isinstance(data, dict):
-        raise ConfigError(str(path), type(data).__name__, "a JSON object")
-    return data
-
-
 def load_config(path: str | Path, *, latent_norm_eps: float | None = None) -> TargetConfig:
     """The configuration of a checkpoint directory (or of a `config.json` alone).
 
@@ -232,23 +177,9 @@ def load_config(path: str | Path, *, latent_norm_eps: float | None = None) -> Ta
     return dataclasses.replace(config, eos_token_ids=merged)
 
 
-def load_generation_defaults(directory: Path) -> GenerationDefaults:
-    """`generation_config.json` of a checkpoint directory; defaults where the file is absent."""
-    file = directory / "generation_config.json"
-    if not file.is_file():
-        return GenerationDefaults()
-    r = _Reader(read_json(file), "generation_config")
-    return GenerationDefaults(
-        eos_token_ids=_eos_ids(r),
-        temperature=r.get("temperature", float, None),
-        top_p=r.get("top_p", float, None),
-        top_k=r.get("top_k", int, None),
-    )
-
-
 def parse_config(data: Mapping[str, Any], *, latent_norm_eps: float | None = None) -> TargetConfig:
     """The configuration of a parsed `config.json`; see `load_config`."""
-    outer = _Reader(data, "config")
+    outer = Reader(data, "config")
     model_type = outer.one_of("model_type", (*WRAPPERS, *TEXT_TYPES))
     if model_type not in WRAPPERS:
         return _parse_text(outer, model_type, data.get("quantization_config"), latent_norm_eps)
@@ -257,7 +188,7 @@ def parse_config(data: Mapping[str, Any], *, latent_norm_eps: float | None = Non
     quant, outer_quant = text.get("quantization_config"), outer.get("quantization_config", (dict, type(None)), None)
     if quant and outer_quant and quant != outer_quant:
         raise ConfigError("config.quantization_config", outer_quant, f"the same as text_config's {quant!r}")
-    inner = _Reader(text, "config.text_config")
+    inner = Reader(text, "config.text_config")
     text_type = inner.one_of("model_type", TEXT_TYPES)
     config = _parse_text(inner, text_type, quant or outer_quant, latent_norm_eps)
     for key in ("bos_token_id", "pad_token_id", "eos_token_id"):
@@ -265,11 +196,11 @@ def parse_config(data: Mapping[str, Any], *, latent_norm_eps: float | None = Non
     for key, allowed in _FIXED.items():
         outer.one_of(key, allowed, allowed[0])
     outer.finish(_NOISE)
-    eos = tuple(dict.fromkeys((*_eos_ids(outer), *config.eos_token_ids)))
+    eos = tuple(dict.fromkeys((*outer.token_ids("eos_token_id"), *config.eos_token_ids)))
     return dataclasses.replace(config, model_type=model_type, eos_token_ids=eos, has_vision="vision_config" in data)
 
 
-def _parse_text(r: _Reader, model_type: str, quant: Any, latent_norm_eps: float | None) -> TargetConfig:
+def _parse_text(r: Reader, model_type: str, quant: Any, latent_norm_eps: float | None) -> TargetConfig:
     r.seen |= {"model_type", "quantization_config"}
     for key, allowed in _FIXED.items():
         r.one_of(key, allowed, allowed[0])
@@ -278,7 +209,7 @@ def _parse_text(r: _Reader, model_type: str, quant: Any, latent_norm_eps: float 
     if kv_heads != n_heads:
         raise ConfigError(f"{r.where}.num_key_value_heads", kv_heads, f"num_attention_heads ({n_heads}): MLA has one")
     theta, yarn = _parse_rope(r)
-    eps = r.get("rms_norm_eps", float)
+    eps = _eps(f"{r.where}.rms_norm_eps", r.get("rms_norm_eps", float))
     config = TargetConfig(
         model_type=model_type,
         text_type=model_type,
@@ -295,12 +226,12 @@ def _parse_text(r: _Reader, model_type: str, quant: Any, latent_norm_eps: float 
         n_dense_layers=r.get("first_k_dense_replace", int, 0),
         moe=_parse_moe(r),
         norm_eps=eps,
-        latent_norm_eps=eps if latent_norm_eps is None else latent_norm_eps,
+        latent_norm_eps=eps if latent_norm_eps is None else _eps("latent_norm_eps", latent_norm_eps),
         rope_theta=theta,
         yarn=yarn,
         max_positions=r.positive("max_position_embeddings"),
         bos_token_id=r.get("bos_token_id", (int, type(None)), None),
-        eos_token_ids=_eos_ids(r),
+        eos_token_ids=r.token_ids("eos_token_id"),
         pad_token_id=r.get("pad_token_id", (int, type(None)), None),
         quantization=_parse_quantization(quant, f"{r.where}.quantization_config"),
         n_mtp_layers=r.get("num_nextn_predict_layers", int, 0),
@@ -308,6 +239,12 @@ def _parse_text(r: _Reader, model_type: str, quant: Any, latent_norm_eps: float 
     r.finish(_NOISE)
     _check_dims(config, r.where)
     return config
+
+
+def _eps(name: str, value: float) -> float:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(name, value, "a finite number above 0")
+    return value
 
 
 def _check_dims(c: TargetConfig, where: str) -> None:
@@ -323,22 +260,14 @@ def _check_dims(c: TargetConfig, where: str) -> None:
                 )
 
 
-def _optional_rank(r: _Reader) -> int | None:
+def _optional_rank(r: Reader) -> int | None:
     rank = r.get("q_lora_rank", (int, type(None)), None)
     if rank is not None and rank <= 0:
         raise ConfigError(f"{r.where}.q_lora_rank", rank, "null or a positive integer")
     return rank
 
 
-def _eos_ids(r: _Reader) -> tuple[int, ...]:
-    eos = r.get("eos_token_id", (int, list, type(None)), None)
-    ids = [] if eos is None else [eos] if isinstance(eos, int) else eos
-    if not all(isinstance(i, int) and i >= 0 for i in ids):
-        raise ConfigError(f"{r.where}.eos_token_id", eos, "a token id or a list of token ids")
-    return tuple(ids)
-
-
-def _parse_moe(r: _Reader) -> MoEConfig | None:
+def _parse_moe(r: Reader) -> MoEConfig | None:
     n_experts = r.get("n_routed_experts", (int, type(None)), None)
     method = r.one_of("topk_method", ("noaux_tc", "greedy", None), None)
     scoring = r.one_of("scoring_func", ("sigmoid", "softmax", None), None)
@@ -387,7 +316,7 @@ def _parse_moe(r: _Reader) -> MoEConfig | None:
     return config
 
 
-def _parse_rope(r: _Reader) -> tuple[float, YarnConfig | None]:
+def _parse_rope(r: Reader) -> tuple[float, YarnConfig | None]:
     """RoPE base and YaRN from `rope_theta` + `rope_scaling`, or from transformers-5 `rope_parameters`."""
     scaling = r.get("rope_scaling", (dict, type(None)), None)
     parameters = r.get("rope_parameters", (dict, type(None)), None)
@@ -406,7 +335,7 @@ def _parse_rope(r: _Reader) -> tuple[float, YarnConfig | None]:
         raise ConfigError(f"{r.where}.rope_theta", "no such key", "a number")
     if not scaling:
         return float(theta), None
-    s = _Reader(scaling, where)
+    s = Reader(scaling, where)
     names = {s.data[k] for k in ("type", "rope_type") if k in s.data}
     s.seen |= {"type", "rope_type"}
     if names == {"default"}:
@@ -429,7 +358,7 @@ def _parse_rope(r: _Reader) -> tuple[float, YarnConfig | None]:
 def _parse_quantization(q: Any, where: str) -> Int4Config | Fp8BlockConfig | None:
     if q is None:
         return None
-    r = _Reader(q, where)
+    r = Reader(q, where)
     if r.one_of("quant_method", ("compressed-tensors", "fp8")) == "fp8":
         r.one_of("fmt", ("e4m3",), "e4m3")
         block = r.get("weight_block_size", list)
@@ -444,10 +373,10 @@ def _parse_quantization(q: Any, where: str) -> Int4Config | Fp8BlockConfig | Non
     if len(groups) != 1:
         raise ConfigError(f"{where}.config_groups", sorted(groups), "exactly one group")
     name, group = next(iter(groups.items()))
-    g = _Reader(group, f"{where}.config_groups.{name}")
+    g = Reader(group, f"{where}.config_groups.{name}")
     g.one_of("input_activations", (None,), None)
     g.one_of("output_activations", (None,), None)
-    w = _Reader(g.get("weights", dict), f"{g.where}.weights")
+    w = Reader(g.get("weights", dict), f"{g.where}.weights")
     w.one_of("num_bits", (4,))
     w.one_of("type", ("int",))
     w.one_of("symmetric", (True,))

@@ -2,10 +2,13 @@
 
 import dataclasses
 import logging
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,35 +19,24 @@ from jax.sharding import Mesh
 from . import checkpoint
 from .chat import ChatTemplate
 from .config import GenerationDefaults, TargetConfig, load_config, load_generation_defaults
-from .engine.config import EngineConfig
+from .engine.config import EngineConfig, fit_context
 from .engine.engine import Engine
 from .engine.request import FinishReason, Request, Sampling, StepOutput
+from .engine.scheduler import QueueFullError
 from .errors import ConfigError, RequestError, TokenizerError
 from .model import Target, check_taps
 from .sharding import make_mesh
-from .tokenizer import IncrementalDetokenizer, Tokenizer
+from .text_stream import Delta as Delta
+from .text_stream import TextStream as TextStream
+from .tokenizer import Tokenizer, read_json_object
 
 log = logging.getLogger(__name__)
 
 NANO = Path(__file__).parent / "nano"
 DEFAULT_CONTEXT = 2048  # tokens of prompt and output, unless the model holds fewer or the caller asks otherwise
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or chat messages
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What a step added to one answer."""
-
-    text: str
-    reasoning: str
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.finish_reason is not None
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]  # text, token ids, or chat messages
 
 
 @dataclass(frozen=True)
@@ -68,61 +60,6 @@ class Logits(NamedTuple):
     taps: dict[int, np.ndarray]  # tap -> float32 [T, D]
 
 
-class TextStream:
-    """The text of one request, from its step outputs: detokenised, cut at stop strings, thinking kept apart.
-
-    Text between `<think>` and `</think>` is reasoning; a prompt that ends in `<think>` starts inside it. Stop strings
-    bind the answer only. When one is found the stream is done and the caller cancels the request.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, request: Request, *, stop: Sequence[str] = (), raw: bool = False) -> None:
-        """`raw`: a text completion, where think tokens are text like any other."""
-        self._content = IncrementalDetokenizer(tokenizer, stop)
-        self._reasoning = IncrementalDetokenizer(tokenizer)
-        begin, end = (tokenizer.special_ids.get(name) for name in ("<think>", "</think>"))
-        self._begin, self._end = (None, None) if raw else (begin, end)
-        self._thinking = self._begin is not None and request.prompt[-1] == self._begin
-        self._started = False  # the answer has begun: a later <think> is its own text
-        self._stop_ids = request.stop_ids
-        self.token_ids: list[int] = []
-        self.finish_reason: FinishReason | None = None
-
-    @property
-    def completion_tokens(self) -> int:
-        """Tokens up to the end, the end token included, those after a stop string not."""
-        return len(self.token_ids)
-
-    def feed(self, output: StepOutput) -> Delta:
-        """The text that one step adds."""
-        text, reasoning, used = "", "", 0
-        for token in output.tokens:
-            if self.finish_reason is not None:
-                break
-            used += 1
-            if token in self._stop_ids:
-                continue  # the end of the turn is not part of its text
-            if self._thinking:
-                if token == self._end:
-                    self._thinking, self._started = False, True
-                    reasoning += self._reasoning.flush()
-                else:
-                    reasoning += self._reasoning.feed([token])
-            elif token == self._begin and not self._started:
-                self._thinking = True
-            else:
-                self._started = True
-                text += self._content.feed([token])
-                if self._content.finished:
-                    self.finish_reason = "stop"
-        tokens = output.tokens[:used]
-        self.token_ids.extend(tokens)
-        if self.finish_reason is None and output.finish_reason is not None:
-            self.finish_reason = output.finish_reason
-            reasoning += self._reasoning.flush() if self._thinking else ""
-            text += self._content.flush()
-        return Delta(text, reasoning, tokens, self.finish_reason, output.error)
-
-
 class LLM:
     """A loaded model. Made by `kimijax.load`."""
 
@@ -139,6 +76,8 @@ class LLM:
         self.name, self.engine, self.tokenizer, self.chat, self.defaults = name, engine, tokenizer, chat, defaults
         self.config: TargetConfig = model.config
         self._mesh = mesh
+        self._lock = threading.RLock()  # around every use of the engine
+        self._inboxes: dict[str, deque[StepOutput]] = {}  # of every request that somebody here waits for
         graph, state = nnx.split(model)
         self._state = state
 
@@ -163,15 +102,35 @@ class LLM:
             top_k=s.top_k if d.top_k is None else max(d.top_k, 0),
         )
 
-    def generate(
+    @overload
+    def generate(  # pyright: ignore[reportOverlappingOverload]  # a batch is what is no single prompt
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt,
         sampling: Sampling | None = None,
         *,
         stop: Sequence[str] = (),
         chat: Mapping[str, Any] | None = None,
         **fields: Any,
-    ) -> Any:
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        sampling: Sampling | None = None,
+        *,
+        stop: Sequence[str] = (),
+        chat: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> list[Completion]: ...
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Any],
+        sampling: Sampling | None = None,
+        *,
+        stop: Sequence[str] = (),
+        chat: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> Completion | list[Completion]:
         """Answer one prompt or many, batched together.
 
         Args:
@@ -185,9 +144,10 @@ class LLM:
           A Completion, or a list of them for a list of prompts.
         Raises:
           RequestError: names the field that cannot be served.
+          RuntimeError: the engine gave a request up.
         """
-        many = not isinstance(prompts, str) and bool(prompts) and not isinstance(prompts[0], int | Mapping)
-        batch: Sequence[Any] = prompts if many else [prompts]
+        many = _is_batch(prompts)
+        batch: list[Any] = list(prompts) if many else [prompts]
         sampling = dataclasses.replace(sampling or self.default_sampling, **fields)
         requests = [self.request(p, sampling, chat=chat) for p in batch]
         streams = {
@@ -212,20 +172,21 @@ class LLM:
         sampling = dataclasses.replace(sampling or self.default_sampling, **fields)
         request = self.request(prompt, sampling, chat=chat)
         stream = self.text_stream(request, stop=stop, raw=isinstance(prompt, str))
-        for _, delta in self._drive([request], {request.id: stream}):
-            yield delta
+        return (delta for _, delta in self._drive([request], {request.id: stream}))
 
-    def logits(self, token_ids: Sequence[int], taps: Sequence[int] = ()) -> Logits:
+    def logits(self, token_ids: Sequence[int] | np.ndarray, taps: Sequence[int] = ()) -> Logits:
         """One forward pass.
 
         Args:
-          token_ids: T ids.
+          token_ids: T ids, at most the model's positions.
           taps: residual streams to return: tap i enters layer i, tap n_layers enters the final norm.
         """
-        ids = list(token_ids)
+        ids = [int(i) for i in token_ids]
         check_taps(taps, self.config)
         if not ids or not all(0 <= i < self.config.vocab_size for i in ids):
             raise RequestError("token_ids", f"expected at least one id, all in 0 ... {self.config.vocab_size - 1}")
+        if len(ids) > self.config.max_positions:
+            raise RequestError("token_ids", f"found {len(ids)}, expected at most {self.config.max_positions}")
         padded = 1 << max(4, (len(ids) - 1).bit_length())  # few lengths are compiled; causality hides the padding
         row = jnp.asarray(ids + [0] * (padded - len(ids)), jnp.int32)[None]
         if self._mesh is None:
@@ -247,44 +208,86 @@ class LLM:
     def encode(self, prompt: Prompt, *, chat: Mapping[str, Any] | None = None) -> tuple[int, ...]:
         """Token ids of a prompt; `chat` holds arguments of the chat template. Raises RequestError."""
         if isinstance(prompt, str):
-            return tuple(self._tokenizer().encode_with_specials(prompt))
-        if prompt and isinstance(prompt[0], Mapping):
+            if self.tokenizer is None:
+                raise RequestError("prompt", "the checkpoint has no tokenizer files; send token ids")
+            return tuple(self.tokenizer.encode_with_specials(prompt))
+        items: Sequence[Any] = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
+        if items and all(isinstance(item, Mapping) for item in items):
             if self.chat is None:
-                raise RequestError(
-                    "messages", "the checkpoint has no chat template; send a prompt of text or token ids"
-                )
-            return tuple(self.chat.encode(list(prompt), **(chat or {})).ids)  # type: ignore[arg-type]
-        return tuple(int(i) for i in prompt)  # type: ignore[arg-type]
+                raise RequestError("messages", "the checkpoint has no chat template; send a text or token ids")
+            return tuple(self.chat.encode(list(items), **(chat or {})).ids)
+        if not all(isinstance(item, Integral) for item in items):
+            raise RequestError("prompt", "expected a text, a list of token ids, or a list of chat messages")
+        return tuple(int(i) for i in items)
 
     def text_stream(self, request: Request, *, stop: Sequence[str] = (), raw: bool = False) -> TextStream:
         """The text of a request; see `TextStream`."""
-        return TextStream(self._tokenizer(), request, stop=stop, raw=raw)
+        return TextStream(self.tokenizer, request, stop=stop, raw=raw)
 
-    def _tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise RequestError(
-                "prompt", "the checkpoint has no tokenizer files; use `logits` or `engine` with token ids"
-            )
-        return self.tokenizer
+    def _drive(self, requests: Sequence[Request], streams: dict[str, TextStream]) -> Generator[tuple[str, Delta]]:
+        """Step the engine until these requests are done; what is left is cancelled if the caller stops early.
 
-    def _drive(self, requests: Sequence[Request], streams: dict[str, TextStream]) -> Iterator[tuple[str, Delta]]:
-        """Step the engine until these requests are done; they are cancelled if the caller stops early."""
-        waiting = {r.id for r in requests}
+        Several of these may run at once, in turns or in threads: each puts what the others wait for into their inboxes.
+        """
+        mine: deque[StepOutput] = deque()
+        to_add, unfinished = deque(requests), {r.id for r in requests}
+        self._inboxes.update(dict.fromkeys(unfinished, mine))
         try:
-            for request in requests:
-                self.engine.add(request)
-            while waiting:
-                for output in self.engine.step():
-                    if output.request_id not in waiting:
-                        continue
+            while unfinished:
+                with self._lock:
+                    self._add(to_add)
+                    if not mine:
+                        self._step()
+                while mine:
+                    output = mine.popleft()
                     delta = streams[output.request_id].feed(output)
                     if delta.done:
-                        waiting.remove(output.request_id)
-                        self.engine.cancel(output.request_id)
+                        unfinished.remove(output.request_id)
+                        self._leave(output.request_id)
+                    if delta.error is not None:
+                        raise RuntimeError(f"the engine gave request {output.request_id} up: {delta.error}")
                     yield output.request_id, delta
         finally:
-            for request_id in waiting:
-                self.engine.cancel(request_id)
+            for request_id in unfinished:
+                self._leave(request_id)
+
+    def _add(self, requests: deque[Request]) -> None:
+        """Hand over as many requests as the engine's queue takes."""
+        while requests:
+            try:
+                self.engine.add(requests[0])
+            except QueueFullError:
+                return
+            requests.popleft()
+
+    def _step(self) -> None:
+        """One engine step, its outputs put into the inboxes. A step that raises leaves a usable engine behind."""
+        if not self.engine.has_work:
+            raise RuntimeError("the engine has no work, but an answer is waited for")
+        try:
+            outputs = self.engine.step()
+        except BaseException:  # an interrupt too: the cache may have been donated already
+            self._deliver(self.engine.recover())
+            raise
+        self._deliver(outputs)
+
+    def _deliver(self, outputs: Sequence[StepOutput]) -> None:
+        for output in outputs:
+            if output.request_id in self._inboxes:
+                self._inboxes[output.request_id].append(output)
+
+    def _leave(self, request_id: str) -> None:
+        """Wait no longer for a request; it is cancelled if it runs."""
+        with self._lock:
+            self._inboxes.pop(request_id, None)
+            self.engine.cancel(request_id)
+
+
+def _is_batch(prompts: Any) -> bool:
+    """Whether `prompts` is a list of prompts: neither a text, nor token ids, nor the messages of one chat."""
+    if isinstance(prompts, str) or (isinstance(prompts, np.ndarray) and prompts.ndim == 1):
+        return False
+    return not len(prompts) or not isinstance(prompts[0], Integral | Mapping)
 
 
 def _completion(request: Request, deltas: Sequence[Delta]) -> Completion:
@@ -332,11 +335,11 @@ def load(
         raise ConfigError("tensor_parallel", tensor_parallel, f"1 to {n}, the devices there are")
     mesh = make_mesh(jax.devices()[:tensor_parallel]) if tensor_parallel > 1 else None
     if engine is None:
-        engine = EngineConfig(context_length=min(DEFAULT_CONTEXT, config.max_positions))
+        engine = EngineConfig(context_length=fit_context(DEFAULT_CONTEXT, config.max_positions))
     model = checkpoint.load(directory, config, mesh=mesh, dtype=dtype, unpack_int4=on_cpu, progress=progress)
     stop_ids = config.eos_token_ids if tokenizer is None else tokenizer.stop_ids
     return LLM(
-        name=directory.name if str(path) != "nano" else "kimi-nano",
+        name="kimi-nano" if directory == NANO else directory.resolve().name,
         model=model,
         engine=Engine(
             model,
@@ -361,21 +364,23 @@ def model_directory(path: str | Path) -> Path:
 
 
 def load_tokenizer(directory: Path, config: TargetConfig) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """Tokenizer and chat template of a checkpoint; (None, None), logged, where it has no tokenizer files at all.
+    """Tokenizer and chat template of a checkpoint.
+
+    Both are None, which is logged, where it has no tokenizer files, or only a `tokenizer.json`, as DeepSeek's own
+    checkpoints have: that format is not read. The template alone is None where there is none.
 
     Raises:
-      TokenizerError: only part of the files is there, or they hold more ids than the model.
+      TokenizerError: part of the files is missing, or they hold more ids than the model.
     """
-    files = [name for name in ("tiktoken.model", "tokenizer_config.json") if (directory / name).is_file()]
-    if not files:
-        log.warning("%s has no tokenizer files: it loads for token ids only", directory)
+    has_ranks, has_config = ((directory / name).is_file() for name in ("tiktoken.model", "tokenizer_config.json"))
+    if not has_ranks and (not has_config or (directory / "tokenizer.json").is_file()):
+        log.warning("%s has no tiktoken.model: it loads for token ids only", directory)
         return None, None
-    tokenizer = Tokenizer.from_dir(directory, config.eos_token_ids)
+    tokenizer = Tokenizer.from_dir(directory, config.eos_token_ids)  # names the file that is missing
     if tokenizer.vocab_size > config.vocab_size:
         raise TokenizerError(
             f"{directory}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size}: wrong files"
         )
-    has_template = (directory / "chat_template.jinja").is_file() or "chat_template" in (
-        directory / "tokenizer_config.json"
-    ).read_text(encoding="utf-8")
+    inline = read_json_object(directory / "tokenizer_config.json").get("chat_template")
+    has_template = (directory / "chat_template.jinja").is_file() or isinstance(inline, str)
     return tokenizer, ChatTemplate.from_dir(directory, tokenizer) if has_template else None

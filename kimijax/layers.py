@@ -25,16 +25,19 @@ def declare_norm(width: int, dtype: jnp.dtype, axis: str = "hidden") -> nnx.Para
     return declare((width,), dtype, (axis,), mean=1.0, std=0.0)
 
 
-def linear(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [..., D] times w [*F, D] transposed: [..., *F], in x's dtype.
+def linear(x: jax.Array, w: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    """x [..., D] times w [*F, D] transposed: [..., *F], in `dtype`, by default x's.
 
-    A single row is multiplied as a vector: XLA's CPU matrix-vector product streams the weights at memory speed, its
-    one-row matrix product does not.
+    A single row on a single device is multiplied as a vector: XLA's CPU matrix-vector product streams the weights at
+    memory speed, its one-row matrix product does not. Under a mesh the axes of w are never merged: a split axis that
+    is merged with another would be gathered first.
     """
-    flat = w.reshape(-1, w.shape[-1])
-    rows = x.size // x.shape[-1]
-    out = (flat @ x.reshape(-1)) if rows == 1 else jnp.einsum("...d,fd->...f", x, flat)
-    return out.reshape(*x.shape[:-1], *w.shape[:-1])
+    if x.size == x.shape[-1] and jax.sharding.get_abstract_mesh().empty:
+        flat = w.reshape(-1, w.shape[-1])
+        out = jax.lax.dot(flat, x.reshape(-1), preferred_element_type=dtype)
+        return out.reshape(*x.shape[:-1], *w.shape[:-1])
+    contract = (((x.ndim - 1,), (w.ndim - 1,)), ((), ()))
+    return jax.lax.dot_general(x, w, contract, preferred_element_type=dtype)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

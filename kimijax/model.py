@@ -8,6 +8,7 @@ final norm. Every program (forward, prefill, decode) takes its taps from the sam
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from .attention import MLA, Query
-from .cache import Window
+from .cache import CacheView
 from .config import Int4Config, TargetConfig
 from .layers import MLP, declare, declare_norm, linear, rms_norm
 from .moe import MoE, Routing
@@ -97,7 +98,7 @@ class Target(nnx.Module):
         self,
         ids: jax.Array,
         start: jax.Array,
-        context: Window | None,
+        context: CacheView | None,
         *,
         taps: Sequence[int] = (),
         experts: str = "reference",
@@ -107,7 +108,7 @@ class Target(nnx.Module):
         Args:
           ids: int32 [B, T]; padding after a row's tokens is harmless: nothing before it can see it.
           start: int32 [B], tokens already cached for each row.
-          context: their latents, or None where every start is 0.
+          context: a view of their latents, or None where every start is 0.
         Returns:
           The hidden state, and the chunk's latents: L arrays [B, T, R + rope].
         """
@@ -118,42 +119,46 @@ class Target(nnx.Module):
             new.append(latents)
             if context is None:
                 return mla.expanded(query, latents)
-            return mla.expanded(query, latents, context.layers[layer].astype(latents.dtype), start)
+            return mla.expanded(query, latents, context.rows(layer).astype(latents.dtype), start)
 
         return self.run(ids, positions, attend, taps, experts), tuple(new)
 
-    def decode(
+    def decode[View: CacheView](
         self,
         ids: jax.Array,
         start: jax.Array,
-        window: Window,
+        cached: View,
         *,
         taps: Sequence[int] = (),
         experts: str = "reference",
-    ) -> tuple[Hidden, Window]:
+    ) -> tuple[Hidden, View]:
         """T new tokens per row in weight-absorbed form, each seeing the cached tokens and its predecessors.
 
         Args:
           ids: int32 [B, T].
-          start: int32 [B], tokens already in the window; start + T must fit into it.
-          window: cached latents; returned with the new tokens' latents stored.
+          start: int32 [B], tokens already cached; start + T must fit into the view.
+          cached: view of the cache; returned with the new tokens' latents stored.
         """
         t = ids.shape[1]
         positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-        visible = jnp.arange(window.length, dtype=jnp.int32)[None, None] <= positions[..., None]  # [B, T, S]
+        visible = jnp.arange(cached.length, dtype=jnp.int32)[None, None] <= positions[..., None]  # [B, T, S]
 
         def attend(layer: int, mla: MLA, query: Query, latents: jax.Array) -> jax.Array:
-            nonlocal window
-            window = window.store(layer, latents, start)
-            return mla.absorbed(query, window.layers[layer].astype(latents.dtype), visible)
+            nonlocal cached
+            cached = cached.store(layer, latents, start)
+            return mla.absorbed(query, cached.rows(layer).astype(latents.dtype), visible)
 
         hidden = self.run(ids, positions, attend, taps, experts)
-        return hidden, window
+        return hidden, cached
 
     def run(self, ids: jax.Array, positions: jax.Array, attend: Attend, taps: Sequence[int], experts: str) -> Hidden:
         """Embedding and all layers; the one loop that every program shares."""
         check_taps(taps, self.config)
         h = shard(self.embed[...][ids], "batch", "replicated", "hidden")
+        with _precision(h.dtype):
+            return self._layers(h, positions, attend, taps, experts)
+
+    def _layers(self, h: jax.Array, positions: jax.Array, attend: Attend, taps: Sequence[int], experts: str) -> Hidden:
         cos, sin = rotation(positions, self.config)
         found: dict[int, jax.Array] = {}
         routing: list[Routing] = []
@@ -179,7 +184,14 @@ class Target(nnx.Module):
     def logits(self, h: jax.Array) -> jax.Array:
         """Final norm and head: h [B, T, D] (tap L) to float32 [B, T, V]."""
         x = rms_norm(h, self.norm[...], self.config.norm_eps)
-        return shard(linear(x, self.lm_head[...]).astype(jnp.float32), "batch", "replicated", "vocab")
+        with _precision(x.dtype):
+            logits = linear(x, self.lm_head[...], jnp.dtype(jnp.float32))
+        return shard(logits, "batch", "replicated", "vocab")
+
+
+def _precision(dtype: jnp.dtype) -> AbstractContextManager[object]:
+    """float32 models multiply in float32: a GPU would otherwise take TF32, whose products have 10 bits."""
+    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else nullcontext()
 
 
 def check_taps(taps: Sequence[int], config: TargetConfig) -> None:

@@ -28,7 +28,7 @@ def route(x: jax.Array, router: jax.Array, bias: jax.Array | None, config: MoECo
     Sigmoid scores plus `bias` pick the experts (after keeping the `n_groups_kept` groups whose two best biased scores
     sum highest); the un-biased scores weigh them. Ties go to the lower index.
     """
-    logits = x.astype(jnp.float32) @ router.astype(jnp.float32).T
+    logits = jnp.matmul(x.astype(jnp.float32), router.astype(jnp.float32).T, precision=jax.lax.Precision.HIGHEST)
     scores = jax.nn.sigmoid(logits) if config.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     choice = scores if bias is None else scores + bias[None]
     if config.n_groups > 1:

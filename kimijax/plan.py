@@ -1,14 +1,13 @@
 """What a model needs before any weight is read: `python -m kimijax.plan --model DIR_OR_CONFIG`.
 
-Parameters and file bytes by component, cache bytes per token, and what each of N devices holds under tensor
-parallelism. Shapes come from the model's own declaration and its sharding table; file bytes from the safetensors
-headers where the directory has them, else from the published form that `config.json` describes (bf16, with INT4 experts
-or fp8 blocks where it says so).
+Parameters and file bytes by component, cache bytes per token, how each logical axis is sharded, and what each of N
+devices holds under tensor parallelism. Shapes come from the model's own declaration and its sharding table; file bytes
+from the safetensors headers where the directory has them, else from the published form that `config.json` describes
+(bf16, with INT4 experts or fp8 blocks where it says so).
 """
 
 import argparse
 import json
-import math
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -21,17 +20,18 @@ from rich.console import Console
 from rich.table import Table
 
 from .checkpoint import CheckpointIndex, inspect, with_int4
-from .config import Fp8BlockConfig, Int4Config, TargetConfig, load_config, read_json
+from .config import Int4Config, TargetConfig, load_config, read_json
 from .errors import CheckpointError, ConfigError
+from .file_sizes import COMPONENTS, Skipped, component, header_bytes, published_bytes, published_vision
+from .memory import split_sizes
 from .model import declare_target
-from .names import Path, Piece, name_table, parameters, skip_reason
+from .names import Path, name_table, parameters
 from .quant import NIBBLES_PER_WORD
-from .safetensors_io import DTYPES, INDEX_FILE
-from .sharding import partition
+from .safetensors_io import INDEX_FILE
+from .sharding import TENSOR_PARALLEL
 
-COMPONENTS = ("routed experts", "attention", "shared experts", "dense MLP", "embedding", "head", "router", "norms")
-
-_BF16_BYTES, _F32_BYTES, _SHAPE_BYTES = 2, 4, 8  # _SHAPE_BYTES: weight_shape, two int32 a matrix
+JAX_FRACTION = 0.75  # of a GPU's memory, that JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
+DTYPES = ("bfloat16", "float32")
 
 
 @dataclass(frozen=True)
@@ -46,26 +46,17 @@ class Component:
 
 
 @dataclass(frozen=True)
-class Skipped:
-    """Weights of the files that a text model does not load."""
-
-    name: str
-    params: int
-    file_bytes: int
-
-
-@dataclass(frozen=True)
 class Device:
     """One of `devices` equal tensor-parallel devices. The latent cache has no head axis: each holds all of it."""
 
     devices: int
     memory_bytes: int
-    usable_bytes: int  # memory_bytes times the fraction that weights and cache may take
+    usable_bytes: int  # memory_bytes times the fraction that JAX may take
     weight_bytes: int
     expert_bytes: int  # of the weights: the device's part of the routed experts
     other_sharded_bytes: int
     replicated_bytes: int
-    cache_tokens: int  # in the rest of the usable memory, over all requests; 0 where the weights do not fit
+    cache_tokens: int  # whose latents alone would fill the rest, over all requests; 0 where the weights do not fit
 
     @property
     def fits(self) -> bool:
@@ -74,16 +65,19 @@ class Device:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer. Bytes on devices are those of bf16 weights and of experts that stay INT4 if the files hold INT4."""
+    """The answer. Bytes on devices are those of the parameters as they would be loaded, not as the files hold them."""
 
     model_type: str
     source: str  # where file bytes come from: "headers" or "config"
+    dtype: str  # of float parameters and of the cache on the devices
+    int4: bool  # routed experts stay INT4 on the devices
     components: tuple[Component, ...]
     skipped: tuple[Skipped, ...]
     active_params: int  # that one token's forward pass uses, both vocabulary matrices counted whole
-    cache_bytes_per_token: int  # bf16 latents and roped keys of all layers
+    cache_bytes_per_token: int  # latents and roped keys of all layers
     max_positions: int
     uncounted: tuple[str, ...]  # what the files may hold but the config does not give the size of
+    mesh_axes: Mapping[str, str | None]  # logical axis -> mesh axis; None: every device holds all of it
     device: Device
 
     @property
@@ -108,7 +102,13 @@ class Plan:
 
 
 def make_plan(
-    path: str | FilePath, *, memory_bytes: int = 141_000_000_000, devices: int = 8, fraction: float = 0.9
+    path: str | FilePath,
+    *,
+    memory_bytes: int = 141_000_000_000,
+    devices: int = 8,
+    fraction: float = JAX_FRACTION,
+    dtype: str = "bfloat16",
+    unpack_int4: bool = False,
 ) -> Plan:
     """Plans for a checkpoint directory, or for a `config.json` alone.
 
@@ -116,55 +116,73 @@ def make_plan(
       path: the directory or the JSON file.
       memory_bytes: of one device.
       devices: in the tensor-parallel group.
-      fraction: of a device's memory that weights and cache may fill.
+      fraction: of a device's memory that JAX may take, for weights, cache and everything else.
+      dtype: of the float parameters as loaded, and of the cache: bfloat16 or float32 (what a CPU loads by default).
+      unpack_int4: INT4 experts become floats of `dtype` when they are loaded, as they do on a CPU.
     Raises:
-      ConfigError: the config is not supported, or a split dimension is no multiple of `devices`.
+      ConfigError: the config or a setting is not supported, or a split dimension is no multiple of `devices`.
       CheckpointError: files are missing or faulty, or their tensors are not those of the config.
     """
     path = FilePath(path)
+    _check_settings(memory_bytes, devices, fraction, dtype)
+    config, raw = load_config(path), read_json(path if path.suffix == ".json" else path / "config.json")
+    index = _index(path)
+    stored = isinstance(config.quantization, Int4Config) if index is None else index.int4
+    config = with_int4(config) if stored else config
+    table = name_table(config, int4=stored)
+    if index is None:
+        file_bytes, skipped = published_bytes(config, table), published_vision(raw)
+    else:
+        file_bytes, skipped = header_bytes(index, config, table)
+    int4 = stored and not unpack_int4
+    components = _components(config, jnp.dtype(dtype), int4, devices, file_bytes)
+    cache = config.n_layers * config.latent_dim * jnp.dtype(dtype).itemsize
+    return Plan(
+        model_type=config.model_type,
+        source="config" if index is None else "headers",
+        dtype=dtype,
+        int4=int4,
+        components=components,
+        skipped=skipped,
+        active_params=sum(c.params for c in components) - _idle_params(config, components),
+        cache_bytes_per_token=cache,
+        max_positions=config.max_positions,
+        uncounted=_uncounted(config) if index is None else (),
+        mesh_axes=dict(TENSOR_PARALLEL),
+        device=_device(components, cache, memory_bytes, devices, fraction),
+    )
+
+
+def _check_settings(memory_bytes: int, devices: int, fraction: float, dtype: str) -> None:
     for field, value in (("devices", devices), ("memory", memory_bytes)):
         if value <= 0:
             raise ConfigError(field, value, "a positive number")
     if not 0 < fraction <= 1:
         raise ConfigError("fraction", fraction, "a number above 0, at most 1")
-    config, raw = load_config(path), read_json(path if path.suffix == ".json" else path / "config.json")
-    index = _index(path)
-    int4 = isinstance(config.quantization, Int4Config) if index is None else index.int4
-    config = with_int4(config) if int4 else config
-    declared = {
-        p: (param.get_value(), param.get_metadata()["axes"])
-        for p, param in parameters(declare_target(config, dtype=jnp.dtype(jnp.bfloat16), int4=int4)).items()
-    }
-    table = name_table(config, int4=int4)
+    if dtype not in DTYPES:
+        raise ConfigError("dtype", dtype, " or ".join(DTYPES))
+
+
+def _components(
+    config: TargetConfig, dtype: jnp.dtype, int4: bool, devices: int, file_bytes: Counter[str]
+) -> tuple[Component, ...]:
+    """The declaration's parameters and their bytes on devices, by component."""
     params, sharded, replicated = Counter[str](), Counter[str](), Counter[str]()
-    for p, (struct, axes) in declared.items():
-        name = component(p)
-        if not str(p[-1]).endswith("_scale"):
-            params[name] += struct.size * (NIBBLES_PER_WORD if str(p[-1]).endswith("_packed") else 1)
-        split = _is_split(p, struct.shape, axes, devices)
+    for path, param in parameters(declare_target(config, dtype=dtype, int4=int4)).items():
+        struct, name = param.get_value(), component(path)
+        if not str(path[-1]).endswith("_scale"):
+            params[name] += struct.size * (NIBBLES_PER_WORD if str(path[-1]).endswith("_packed") else 1)
+        split = _is_split(path, struct.shape, param.get_metadata()["axes"], devices)
         (sharded if split else replicated)[name] += struct.size * struct.dtype.itemsize
-    if index is None:
-        file_bytes, skipped = _published_bytes(config, table), _published_vision(raw)
-    else:
-        file_bytes, skipped = _header_bytes(index, config, table)
-    components = tuple(
-        Component(n, params[n], file_bytes[n], sharded[n], replicated[n]) for n in COMPONENTS if params[n]
-    )
-    cache = config.n_layers * config.latent_dim * _BF16_BYTES
-    idle = 0
-    if config.moe is not None:
-        idle = params["routed experts"] * (config.moe.n_experts - config.moe.n_chosen) // config.moe.n_experts
-    return Plan(
-        model_type=config.model_type,
-        source="config" if index is None else "headers",
-        components=components,
-        skipped=skipped,
-        active_params=params.total() - idle,
-        cache_bytes_per_token=cache,
-        max_positions=config.max_positions,
-        uncounted=_uncounted(config) if index is None else (),
-        device=_device(components, cache, memory_bytes, devices, fraction),
-    )
+    return tuple(Component(n, params[n], file_bytes[n], sharded[n], replicated[n]) for n in COMPONENTS if params[n])
+
+
+def _idle_params(config: TargetConfig, components: tuple[Component, ...]) -> int:
+    """Parameters of the experts that one token does not choose."""
+    if config.moe is None:
+        return 0
+    routed = sum(c.params for c in components if c.name == "routed experts")
+    return routed * (config.moe.n_experts - config.moe.n_chosen) // config.moe.n_experts
 
 
 def _uncounted(config: TargetConfig) -> tuple[str, ...]:
@@ -173,30 +191,14 @@ def _uncounted(config: TargetConfig) -> tuple[str, ...]:
     return (f"{config.n_mtp_layers} multi-token-prediction layer(s): in the files, never loaded",)
 
 
-def component(path: Path) -> str:
-    """The component that a parameter is counted in; the norms inside attention belong to it."""
-    if "attention" in path:
-        return "attention"
-    if path[0] in ("embed", "lm_head"):
-        return "embedding" if path[0] == "embed" else "head"
-    if "experts" in path:
-        return "routed experts"
-    if "shared" in path:
-        return "shared experts"
-    if str(path[-1]).startswith("router"):
-        return "router"
-    return "dense MLP" if "mlp" in path else "norms"
-
-
 def _is_split(path: Path, shape: tuple[int, ...], axes: tuple[str, ...], devices: int) -> bool:
     """Whether the sharding table splits a parameter over the devices; refuses a split that does not come out even."""
-    for axis, mesh_axis, size in zip(axes, partition(axes), shape, strict=True):
-        if mesh_axis is not None:
-            if size % devices:
-                where = ".".join(map(str, path))
-                raise ConfigError("devices", devices, f"a divisor of {axis} ({size}) of {where}", "use fewer devices")
-            return True
-    return False
+    sizes = split_sizes(axes, shape)
+    for axis, size in sizes.items():
+        if size % devices:
+            where = ".".join(map(str, path))
+            raise ConfigError("devices", devices, f"a divisor of {axis} ({size}) of {where}", "use fewer devices")
+    return bool(sizes)
 
 
 def _device(components: tuple[Component, ...], cache: int, memory: int, devices: int, fraction: float) -> Device:
@@ -216,79 +218,6 @@ def _index(path: FilePath) -> CheckpointIndex | None:
     if index.problems:
         raise CheckpointError("\n".join([f"{path}: the headers cannot be counted", *index.problems]))
     return index
-
-
-def _published_bytes(config: TargetConfig, table: Mapping[Path, tuple[Piece, ...]]) -> Counter[str]:
-    """File bytes by component of the form in which the family is published."""
-    out: Counter[str] = Counter()
-    block = config.quantization.block if isinstance(config.quantization, Fp8BlockConfig) else None
-    for name, (piece, path) in {p.name: (p, path) for path, pieces in table.items() for p in pieces}.items():
-        size, where = math.prod(piece.shape), component(path)
-        if name.endswith(".weight_packed"):
-            out[where] += size * 4 + _SHAPE_BYTES
-        elif name.endswith("e_score_correction_bias"):
-            out[where] += size * _F32_BYTES
-        elif block and len(piece.shape) == 2 and where not in ("router", "embedding", "head"):
-            blocks = math.ceil(piece.shape[0] / block[0]) * math.ceil(piece.shape[1] / block[1])
-            out[where] += size + blocks * _F32_BYTES
-        else:
-            out[where] += size * _BF16_BYTES
-    return out
-
-
-def _published_vision(raw: Mapping[str, Any]) -> tuple[Skipped, ...]:
-    """MoonViT-3d and its projector, from `vision_config`; its fields are written with or without `vt_`."""
-    vision = raw.get("vision_config")
-    if vision is None:
-        return ()
-
-    def field(*names: str) -> Any:
-        for name in names:
-            if name in vision:
-                return vision[name]
-        raise ConfigError(f"config.vision_config.{names[0]}", "no such key", "a value: the vision tower's size")
-
-    d = field("vt_hidden_size", "hidden_size")
-    f = field("vt_intermediate_size", "intermediate_size")
-    layers = field("vt_num_hidden_layers", "num_hidden_layers")
-    positions = field("init_pos_emb_height", "pos_emb_height") * field("init_pos_emb_width", "pos_emb_width")
-    merged = d * math.prod(field("merge_kernel_size"))
-    out = field("text_hidden_size", "projection_dim")
-    norm = 2 * d
-    patch = 3 * field("patch_size") ** 2 * d + d + positions * d
-    block = 2 * norm + (3 * d * d + 3 * d) + (d * d + d) + (d * f + f) + (f * d + d)
-    projector = norm + (merged * merged + merged) + (merged * out + out)
-    params = patch + layers * block + norm + projector
-    return (Skipped("vision", params, params * _BF16_BYTES),)
-
-
-def _header_bytes(
-    index: CheckpointIndex, config: TargetConfig, table: Mapping[Path, tuple[Piece, ...]]
-) -> tuple[Counter[str], tuple[Skipped, ...]]:
-    """File bytes by component, and what is skipped, from the headers.
-
-    Raises:
-      CheckpointError: lists tensors that no parameter takes and parameters that have none.
-    """
-    stems = {p.stem: component(path) for path, pieces in table.items() for p in pieces}
-    out: Counter[str] = Counter()
-    params, skipped = Counter[str](), Counter[str]()
-    bad: list[str] = []
-    seen: set[str] = set()
-    for name, t in index.tensors.items():
-        stem, reason = name.rpartition(".")[0], skip_reason(name, config)
-        if reason is not None:
-            params[reason] += t.size
-            skipped[reason] += t.size * DTYPES[t.dtype].itemsize
-        elif stem in stems:
-            seen.add(stem)
-            out[stems[stem]] += t.nbytes
-        else:
-            bad.append(f"{name}: no parameter of the model takes it")
-    bad += [f"{stem}: missing" for stem in stems if stem not in seen]
-    if bad:
-        raise CheckpointError("\n".join([f"{index.directory}: the files are not those of the config", *sorted(bad)]))
-    return out, tuple(Skipped(reason, params[reason], skipped[reason]) for reason in sorted(params))
 
 
 def render(plan: Plan) -> Table:
@@ -312,36 +241,66 @@ def render(plan: Plan) -> Table:
     return table
 
 
+def render_axes(plan: Plan) -> Table:
+    """Where each logical axis of parameters and activations lives."""
+    table = Table(title=f"mesh: data 1, tensor {plan.device.devices}")
+    for header in ("logical axis", "mesh axis"):
+        table.add_column(header, no_wrap=True)
+    for axis, mesh_axis in plan.mesh_axes.items():
+        table.add_row(axis, mesh_axis or "none: on every device")
+    return table
+
+
 def summary(plan: Plan) -> list[str]:
-    """What the table does not say, a line each."""
+    """What the tables do not say, a line each."""
     d = plan.device
+    loaded = f"{plan.dtype}, routed experts as INT4" if plan.int4 else plan.dtype
     lines = [
         f"files: {plan.total_bytes:,} bytes = {plan.total_bytes / 1e9:,.2f} GB",
+        f"loaded as {loaded}: {d.weight_bytes / 1e9:,.2f} GB on each of {d.devices} device(s)",
         f"active parameters a token: {plan.active_params:,}",
-        f"cache: {plan.cache_bytes_per_token:,} bytes a token (bf16), "
+        f"cache: {plan.cache_bytes_per_token:,} bytes a token ({plan.dtype}), "
         f"{plan.cache_bytes_per_token * plan.max_positions / 1e9:,.2f} GB for {plan.max_positions:,} tokens",
     ]
     lines += [f"not counted: {what}" for what in plan.uncounted]
-    what = f"{d.devices} devices of {d.memory_bytes / 1e9:,.0f} GB, {d.usable_bytes / 1e9:,.1f} GB of each usable"
+    what = f"{d.devices} device(s) of {d.memory_bytes / 1e9:,.0f} GB, {d.usable_bytes / 1e9:,.1f} GB of each usable"
     if d.fits:
-        lines.append(f"{what}: {d.weight_bytes / 1e9:,.2f} GB of weights, then {d.cache_tokens:,} cached tokens in all")
+        lines.append(
+            f"{what}: the rest holds at most {d.cache_tokens:,} cached tokens in all, in latent pages alone: "
+            "activations and compiled programs take some of it"
+        )
     else:
         lines.append(f"{what}: DOES NOT FIT, the weights alone need {d.weight_bytes / 1e9:,.2f} GB of each")
     return lines
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser("python -m kimijax.plan", description="Memory of a model, before it is loaded.")
+    p.add_argument("--model", required=True, help="checkpoint directory, or a config.json")
+    p.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    p.add_argument("--memory-gb", type=float, default=141.0, help="of one device, in 10^9 bytes (default: H200)")
+    p.add_argument("--devices", type=int, default=8, help="tensor-parallel devices")
+    fraction = "of a device's memory that JAX may take, for weights, cache and everything else; the default is what it "
+    fraction += "takes of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise (default: %(default)s)"
+    p.add_argument("--fraction", type=float, default=JAX_FRACTION, help=fraction)
+    p.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the loaded floats; CPUs load float32")
+    p.add_argument("--unpack-int4", action="store_true", help="INT4 experts become floats, as they do on CPUs")
+    return p
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code (2: the model or the settings cannot be planned for)."""
-    parser = argparse.ArgumentParser("python -m kimijax.plan", description="Memory of a model, before it is loaded.")
-    parser.add_argument("--model", required=True, help="checkpoint directory, or a config.json")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--memory-gb", type=float, default=141.0, help="of one device, in 10^9 bytes (default: H200)")
-    parser.add_argument("--devices", type=int, default=8, help="tensor-parallel devices")
-    parser.add_argument("--fraction", type=float, default=0.9, help="of a device's memory for weights and cache")
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     try:
-        memory = int(args.memory_gb * 1e9)
-        plan = make_plan(args.model, memory_bytes=memory, devices=args.devices, fraction=args.fraction)
+        plan = make_plan(
+            args.model,
+            memory_bytes=int(args.memory_gb * 1e9),
+            devices=args.devices,
+            fraction=args.fraction,
+            dtype=args.dtype,
+            unpack_int4=args.unpack_int4,
+        )
     except (ConfigError, CheckpointError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
@@ -350,6 +309,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     console = Console()
     console.print(render(plan))
+    console.print(render_axes(plan))
     for line in summary(plan):
         console.print(line, highlight=False, soft_wrap=True)
     return 0

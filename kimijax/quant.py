@@ -8,8 +8,9 @@ q is written as the offset-binary nibble n = q + 8 (so the nibble 0 is -8, and t
 a row holds the columns 8j .. 8j+7, column 8j+i in the bits 4i .. 4i+3: the low nibble comes first. Read as bytes, byte
 b of a row holds the columns 2b (low) and 2b+1 (high).
 
-Every function below takes NumPy or JAX arrays and returns the same kind, so that the loader (NumPy, host) and the model
-(JAX, jit-able) share one definition. Only the reinterpretation of words as bytes and rounding to a narrow float differ.
+Every function below takes NumPy or JAX arrays and returns the same kind: the loader's on the host, JAX's
+inside jitted functions too. Unpacking of JAX arrays is defined in `pallas_kernels.int4`, which the reference of the
+experts' product shares; the tests hold both kinds to the same golden files, bit for bit.
 """
 
 import sys
@@ -21,13 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from .pallas_kernels import dequantize_int4, round_to, unpack_int4
+
 GROUP_SIZE = 32
 NIBBLES_PER_WORD = 8
 Q_MIN, Q_MAX = -8, 7
 
 Rounding = Literal["reference", "exact"]
 
-# f16 is left out: its subnormals cannot be rounded to inside a jitted function (see `_round_to`).
+# f16 is left out: its subnormals cannot be rounded to inside a jitted function (see `pallas_kernels.round_to`).
 _FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
@@ -65,9 +68,10 @@ class QuantizedTensor:
         """Raises ValueError naming the first broken invariant (the values too, where the members are concrete)."""
         _check_layout(self.packed, self.scale)
         if isinstance(self.scale, jax.Array | np.ndarray) and not isinstance(self.scale, Tracer):
-            scale = np.asarray(self.scale).astype(np.float32)
-            if not (np.isfinite(scale).all() and (scale > 0).all()):
-                raise ValueError("scale: found a value that is not finite and positive, expected only such")
+            scale = np.asarray(self.scale)
+            bad = first_bad_scale(scale)
+            if bad is not None:
+                raise ValueError(f"scale: found {scale.flat[bad]}, not finite and positive, expected only such values")
 
 
 def quantize(w: jax.Array, group: int = GROUP_SIZE) -> QuantizedTensor:
@@ -117,10 +121,11 @@ def unpack_words[A: (jax.Array, np.ndarray)](packed: A, width: int | None = None
     columns = full if width is None else width
     if columns > full or columns <= full - NIBBLES_PER_WORD:
         raise ValueError(f"width: found {columns}, expected {full - NIBBLES_PER_WORD + 1} to {full}: 8 to a word")
-    xp = _namespace(packed)
+    if isinstance(packed, jax.Array):
+        return unpack_int4(packed)[..., :columns]
     raw = _bytes_of_words(packed)
-    nibbles = xp.stack([raw & xp.uint8(15), raw >> xp.uint8(4)], axis=-1)
-    values = nibbles.reshape(*packed.shape[:-1], full).astype(xp.int8) + xp.int8(Q_MIN)
+    nibbles = np.stack([raw & np.uint8(15), raw >> np.uint8(4)], axis=-1)
+    values = nibbles.reshape(*packed.shape[:-1], full).astype(np.int8) + np.int8(Q_MIN)
     return values[..., :columns]
 
 
@@ -169,12 +174,26 @@ def dequantize_words[A: (jax.Array, np.ndarray)](
     if rounding not in ("reference", "exact"):
         raise ValueError(f"rounding: found {rounding!r}, expected 'reference' or 'exact'")
     _check_layout(packed, scale)
-    xp = _namespace(packed)
-    q: Any = unpack_words(packed).astype(xp.float32)
-    grouped = q.reshape(*scale.shape, -1) * scale.astype(xp.float32)[..., None]
+    if isinstance(packed, jax.Array):
+        return dequantize_int4(packed, jnp.asarray(scale), dtype, rounded=rounding == "reference")
+    q = unpack_words(packed).astype(np.float32)
+    grouped = q.reshape(*scale.shape, -1) * scale.astype(np.float32)[..., None]
     if rounding == "reference":
         grouped = _round_to(grouped, scale.dtype)
     return grouped.reshape(q.shape).astype(dtype)
+
+
+def first_bad_scale(scale: np.ndarray) -> int | None:
+    """Flat index of the first scale (bf16 or f32) that is 0, negative, infinite or not a number; None: all are good.
+
+    By the bits, without a copy: a good scale has no sign bit and lies above 0 and below infinity.
+    """
+    _expect_dtype("scale", scale, _FLOATS)
+    bits = scale.view(np.uint16 if scale.dtype.itemsize == 2 else np.uint32)
+    infinity = np.array(np.inf, scale.dtype).view(bits.dtype)
+    if bits.size == 0 or (bits.min() > 0 and bits.max() < infinity):
+        return None
+    return int(np.argmax((bits == 0) | (bits >= infinity)))
 
 
 def _check_layout(packed: Any, scale: Any) -> None:
@@ -199,16 +218,14 @@ def _namespace(array: Any) -> Any:
     return jnp if isinstance(array, jax.Array) else np
 
 
-def _bytes_of_words(packed: Any) -> Any:
+def _bytes_of_words(packed: np.ndarray) -> np.ndarray:
     """int32 [..., words] -> uint8 [..., 4 words], least significant byte first."""
-    if isinstance(packed, jax.Array):
-        return jax.lax.bitcast_convert_type(packed, jnp.uint8).reshape(*packed.shape[:-1], -1)
     _require_little_endian()
     return np.ascontiguousarray(packed).view(np.uint8)
 
 
 def _words_of_bytes(raw: Any) -> Any:
-    """uint8 [..., 4 words] -> int32 [..., words]: the inverse of `_bytes_of_words`."""
+    """uint8 [..., 4 words] -> int32 [..., words], least significant byte first."""
     if isinstance(raw, jax.Array):
         return jax.lax.bitcast_convert_type(raw.reshape(*raw.shape[:-1], -1, 4), jnp.int32)
     _require_little_endian()
@@ -221,11 +238,7 @@ def _require_little_endian() -> None:
 
 
 def _round_to(x: Any, dtype: Any) -> Any:
-    """f32 values rounded to those that `dtype` (bf16 or f32) can hold, still as f32.
-
-    Not two casts: inside a jitted function XLA may drop f32 -> bf16 -> f32, which would keep the unrounded value.
-    """
-    info = jnp.finfo(dtype)
+    """f32 values rounded to those that `dtype` (bf16 or f32) can hold, still as f32."""
     if isinstance(x, jax.Array):
-        return jax.lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+        return round_to(x, dtype)
     return x.astype(dtype).astype(np.float32)

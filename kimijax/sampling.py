@@ -24,7 +24,9 @@ class SamplingRows:
     seed: jax.Array  # uint32 [B, 2], high and low word
 
     @staticmethod
-    def of(temperature: list[float], top_k: list[int], top_p: list[float], min_p: list[float], seed: list[int]):
+    def of(
+        temperature: list[float], top_k: list[int], top_p: list[float], min_p: list[float], seed: list[int]
+    ) -> "SamplingRows":
         """From one value a row; `seed` below 2**64."""
         words = [[s >> 32, s & 0xFFFFFFFF] for s in seed]
         return SamplingRows(
@@ -56,7 +58,7 @@ _COLDEST = float(np.finfo(np.float32).tiny)
 
 
 def _tempered(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    """logits / temperature, float32 [B, V], with the top at 0: finite at any temperature, and exact for cold rows."""
+    """logits / temperature, float32 [B, V], with the top at 0: it does not overflow, and is exact for cold rows."""
     t = jnp.where(rows.temperature >= _COLDEST, rows.temperature, 1.0)[:, None]
     logits = logits.astype(jnp.float32)
     return (logits - logits.max(axis=-1, keepdims=True)) / t
@@ -105,7 +107,7 @@ def sample(logits: jax.Array, rows: SamplingRows, position: jax.Array, n_tokens:
     """One token a row, int32 [B].
 
     Args:
-      logits: float32 [B, V].
+      logits: float32 [B, V]; a row with a NaN draws -1, which is no token.
       rows: settings.
       position: int32 [B], index of the token being drawn in its request (prompt included).
       n_tokens: ids from here on belong to no token (a padded vocabulary) and are never drawn.
@@ -128,10 +130,12 @@ def sample(logits: jax.Array, rows: SamplingRows, position: jax.Array, n_tokens:
         # Not log(filtered): a row without filters must draw the same, to the bit, beside rows that have some.
         return draw(jnp.where(filtered(logits, rows) > 0, _tempered(logits, rows), -jnp.inf))
 
+    broken = jnp.isnan(logits.max(axis=-1))
     unfiltered = (rows.top_k == 0) & (rows.top_p >= 1) & (rows.min_p <= 0)
     # The two conditions skip work on the device; the draw itself is the same with or without them.
-    return jax.lax.cond(
+    drawn = jax.lax.cond(
         is_greedy.all(),
         lambda: greedy,
         lambda: jax.lax.cond((unfiltered | is_greedy).all(), plain, with_filters),
     )
+    return jnp.where(broken, -1, drawn)

@@ -9,3 +9,6 @@ if __name__ == "pallas_kernels":
     raise ImportError("import kimijax.pallas_kernels, not pallas_kernels")
 
 from .experts import experts as experts
+from .int4 import dequantize_int4 as dequantize_int4
+from .int4 import round_to as round_to
+from .int4 import unpack_int4 as unpack_int4

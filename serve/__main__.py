@@ -1,7 +1,8 @@
-"""python -m kimijax.serve: check, bind, load, warm up, serve.
+"""python -m kimijax.serve: bind, check, listen, load, warm up, serve.
 
-What is wrong with the command line, the port or the files is one line and exit code 2, before weights are loaded. The
-port answers from the start: /health 200, everything that needs the model 503 until it is there.
+What is wrong with the command line, the port or the files (missing and misshapen tensors too) is an error and exit code
+2, before the port answers and before weights are loaded. While they load it answers: /health 200, everything that needs
+the model 503 until it is there.
 """
 
 import logging
@@ -20,7 +21,7 @@ from .app import create_app
 from .config import ServerConfig, parse_args
 from .service import ServerState, Service
 from .shutdown import DrainingServer
-from .startup import USER_ERRORS, bind, check_files, example, load_service
+from .startup import USER_ERRORS, bind, check_files, example, listen, load_service
 
 log = logging.getLogger("kimijax.serve")
 
@@ -56,11 +57,10 @@ class Loader(threading.Thread):
 
     def _banner(self, service: Service, llm: LLM) -> str:
         engine = llm.engine.config
-        devices = jax.devices()
         return (
-            f"kimijax {kimijax.__version__}, jax {jax.__version__} on {len(devices)} x {devices[0].device_kind}, "
-            f"{llm!r} as {service.name!r}: context {engine.context_length}, "
-            f"{engine.max_batch} requests at once, {engine.total_pages} pages of {engine.page_size} tokens\n"
+            f"kimijax {kimijax.__version__}, jax {jax.__version__}, {llm!r} as {service.name!r}: "
+            f"context {engine.context_length}, {engine.max_batch} requests at once, "
+            f"{engine.total_pages} pages of {engine.page_size} tokens\n"
             f"Ready. Try:\n\n  {example(self._config, self._port, service)}\n"
         )
 
@@ -86,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         listener = bind(config.host, config.port)
         model_limit = check_files(config)
         config.engine_config(model_limit)
+        listen(listener)
     except USER_ERRORS as error:
         print(f"kimijax.serve: error: {error}", file=sys.stderr)
         return 2

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kimijax.engine.request import StepOutput
 from kimijax.engine.runner import RunnerStoppedError
 from kimijax.errors import RequestError
-from kimijax.generate import Delta, TextStream
+from kimijax.text_stream import Delta, TextStream
 
 from .errors import ApiError, refused, unavailable
 from .prepare import Job
@@ -74,7 +74,7 @@ class Answer:
 
     async def _submit(self) -> None:
         loop = asyncio.get_running_loop()
-        accepted = []
+        accepted: list[asyncio.Future[None]] = []
         for index, request in enumerate(self._job.requests):
 
             def deliver(output: StepOutput, index: int = index) -> None:

@@ -6,9 +6,10 @@ Flags have SGLang's names; vLLM's are aliases where they mean the same.
 import argparse
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, cast, get_args
 
 from kimijax.engine.config import EngineConfig
 from kimijax.errors import ConfigError
@@ -20,12 +21,12 @@ Dtype = Literal["auto", "bfloat16", "float32"]
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value: object = json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected a JSON object: {error}") from error
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"found {text!r}, expected a JSON object like '{{\"thinking\": false}}'")
-    return value
+    return cast(dict[str, Any], value)
 
 
 def _flag(help: str, *aliases: str, kind: Any = str, choices: Any = None) -> dict[str, Any]:
@@ -76,8 +77,16 @@ class ServerConfig:
         default="auto",
         metadata=_flag("of weights and activations; auto is float32 on CPUs, bfloat16 elsewhere", choices=Dtype),
     )
+    latent_norm_eps: float | None = field(
+        default=None,
+        metadata=_flag(
+            "eps of the norms on queries and latents of low rank; 1e-6 is what transformers uses (default: the model's "
+            "rms_norm_eps, as in vLLM and SGLang)",
+            kind=float,
+        ),
+    )
     default_chat_template_kwargs: dict[str, Any] = field(
-        default_factory=dict,
+        default_factory=dict[str, Any],
         metadata=_flag("JSON object of template variables for requests that set none", kind=_json_object),
     )
     log_level: LogLevel = field(default="info", metadata=_flag("what is logged", choices=LogLevel))
@@ -100,6 +109,8 @@ class ServerConfig:
         for name in ("max_queued_requests", "shutdown_timeout"):
             if not vars(self)[name] >= 0:
                 raise ConfigError(flag_name(name), vars(self)[name], "0 or more")
+        if self.latent_norm_eps is not None and not 0 < self.latent_norm_eps < math.inf:
+            raise ConfigError("--latent-norm-eps", self.latent_norm_eps, "a finite number above 0")
         for name in ("model_path", "served_model_name", "host"):
             if vars(self)[name] == "":
                 raise ConfigError(flag_name(name), "", "a non-empty text")
@@ -157,7 +168,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> ServerConfig:
     )
     for f in dataclasses.fields(ServerConfig):
         m = f.metadata
-        default = f.default if f.default is not dataclasses.MISSING else {}
+        default: object = f.default if f.default is not dataclasses.MISSING else {}
         text = m["help"] if default is None else f"{m['help']} (default: {default})"
         parser.add_argument(
             flag_name(f.name),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kimijax import __version__
-from kimijax.generate import Delta
+from kimijax.text_stream import Delta
 
 from .answer import Usage
 
@@ -17,8 +17,8 @@ FINGERPRINT = f"kimijax-{__version__}"
 class Text:
     """What has been said so far in one choice."""
 
-    reasoning: list[str] = field(default_factory=list)
-    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list[str])
+    content: list[str] = field(default_factory=list[str])
     finish_reason: str | None = None
 
     def add(self, delta: Delta) -> None:
@@ -89,7 +89,7 @@ class ChatFormat(Format):
         return [self._choice(index, {"role": "assistant", "content": ""})]
 
     def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        out = []
+        out: list[dict[str, Any]] = []
         if delta.reasoning:
             out.append(self._choice(index, {"reasoning_content": delta.reasoning}))
         if delta.text:

@@ -5,7 +5,8 @@ Ranges of sampling settings are checked where they are used, in `kimijax.engine.
 """
 
 import json
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, cast
 
 from pydantic import (
     BaseModel,
@@ -59,19 +60,27 @@ class _Only:
 
 
 def _stops(value: object) -> tuple[str, ...]:
-    found = () if value is None else (value,) if isinstance(value, str) else value
-    if not isinstance(found, list | tuple) or not all(isinstance(s, str) and s for s in found):
+    given: object = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(given, list | tuple):
         raise _wrong(value, "a non-empty string or a list of such strings")
-    if len(found) > MAX_STOPS or any(len(s) > MAX_STOP_CHARS for s in found):
+    found = cast(Sequence[object], given)
+    texts = tuple(s for s in found if isinstance(s, str) and s)
+    if len(texts) != len(found):
+        raise _wrong(value, "a non-empty string or a list of such strings")
+    if len(texts) > MAX_STOPS or any(len(s) > MAX_STOP_CHARS for s in texts):
         raise _wrong(value, f"at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters")
-    return tuple(found)
+    return texts
 
 
 def _ids(value: object) -> tuple[int, ...]:
-    found = () if value is None else value
-    if not isinstance(found, list | tuple) or not all(type(i) is int for i in found):
+    given: object = () if value is None else value
+    if not isinstance(given, list | tuple):
         raise _wrong(value, "a list of token ids")
-    return tuple(found)
+    found = cast(Sequence[object], given)
+    ids = tuple(i for i in found if type(i) is int)
+    if len(ids) != len(found):
+        raise _wrong(value, "a list of token ids")
+    return ids
 
 
 _STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}

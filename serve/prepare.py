@@ -7,7 +7,7 @@ import dataclasses
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from kimijax.engine.request import Request, Sampling
 from kimijax.errors import RequestError
@@ -67,18 +67,21 @@ def _template_arguments(service: Service, asked: Mapping[str, Any]) -> dict[str,
     return merged
 
 
-def _prompts(prompt: Any) -> list[str | list[int]]:
+def _prompts(prompt: object) -> list[str | list[int]]:
     """The four forms of `prompt` as one list; ids are checked by the engine."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
-        if all(type(item) is int for item in prompt):
-            return [prompt]
-        if all(isinstance(item, str) for item in prompt):
-            return prompt
-        if all(isinstance(item, list) and all(type(i) is int for i in item) for item in prompt):
-            return prompt
+        items = cast(list[object], prompt)
+        if _is_ids(items):
+            return [cast(list[int], items)]
+        if all(isinstance(item, str) for item in items) or all(_is_ids(item) for item in items):
+            return cast(list[str | list[int]], items)
     raise RequestError("prompt", "expected a string, a list of token ids, or a non-empty list of one of these")
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(i) is int for i in cast(list[object], value))
 
 
 def _job(
@@ -96,7 +99,7 @@ def _job(
         field = "n" if n > 1 else "prompt"
         raise RequestError(field, f"found {n * len(prompts)} answers in one request, expected at most {room}")
     job_id = f"{prefix}-{uuid.uuid4().hex}"
-    requests = []
+    requests: list[Request] = []
     for prompt in prompts:
         for i in range(n):
             sampling = _sampling(service, body, max_tokens, i)

@@ -33,7 +33,7 @@ class Service:
     chat: ChatTemplate | None
     default_sampling: Sampling = field(default_factory=Sampling)
     """What holds for fields that a request leaves out."""
-    chat_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Template variables for requests that do not set them."""
     created: int = 0
     """Seconds since 1970 at which the model was loaded."""

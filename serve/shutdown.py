@@ -6,7 +6,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import uvicorn
 
@@ -30,7 +30,7 @@ class DrainingServer(uvicorn.Server):
         self._timeout = timeout
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> Generator[None]:
         # uvicorn raises the signal again when it is done, and the process would end with the signal's exit code.
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

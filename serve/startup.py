@@ -1,18 +1,24 @@
-"""The steps before the first answer: listen, check the checkpoint's small files, load, say how to ask."""
+"""The steps before the first answer: take the port, check the checkpoint, listen, load, say how to ask."""
 
 import logging
 import socket
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import orjson
 
 import kimijax
-from kimijax.config import load_config
+from kimijax import checkpoint
+from kimijax.config import TargetConfig, load_config
 from kimijax.engine.runner import EngineRunner
 from kimijax.errors import CheckpointError, ConfigError, RequestError, TemplateError, TokenizerError
 from kimijax.generate import LLM, load_tokenizer, model_directory
+from kimijax.memory import check_memory
+from kimijax.model import declare_target
+from kimijax.names import parameters
+from kimijax.sharding import make_mesh, named_sharding
 
 from .config import ServerConfig
 from .service import Service
@@ -26,7 +32,11 @@ _BACKLOG = 2048
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. ConfigError if the address is no address of this machine, or taken."""
+    """A socket that holds the address and refuses connections until `listen`.
+
+    Raises:
+      ConfigError: it is no address of this machine, or taken.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -38,20 +48,39 @@ def bind(host: str, port: int) -> socket.socket:
         # So that a restart need not wait for the old connections; a port that another process listens on stays taken.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        why = f"{error.strerror}; is another server running? --port 0 takes a free one"
-        raise ConfigError("--port", port, f"a port of {host} that is free", why) from error
+        raise _taken(host, port, error) from error
     return listener
 
 
+def listen(listener: socket.socket) -> None:
+    """Take connections from now on. ConfigError if another process has begun to listen there since `bind`."""
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        listener.close()
+        raise _taken(host, port, error) from error
+
+
+def _taken(host: str, port: int, error: OSError) -> ConfigError:
+    why = f"{error.strerror}; is another server running? --port 0 takes a free one"
+    return ConfigError("--port", port, f"a port of {host} that is free", why)
+
+
 def check_files(config: ServerConfig) -> int:
-    """Read all that is small in the checkpoint; the model's number of positions. Raises what is wrong with it."""
+    """Read all that is small in the checkpoint: JSON, tokenizer, template and the headers of the weights.
+
+    Returns:
+      The model's number of positions.
+    Raises:
+      ConfigError, CheckpointError, TokenizerError, TemplateError: what is wrong with it.
+    """
     if config.tp > (n := len(jax.devices())):
         raise ConfigError("--tp", config.tp, f"at most {n}, the number of devices")
     directory = model_directory(config.model_path)
-    target = load_config(directory)
+    target = load_config(directory, latent_norm_eps=config.latent_norm_eps)
     tokenizer, chat = load_tokenizer(directory, target)
     if tokenizer is None:
         raise TokenizerError(f"{directory}: found no tiktoken.model and tokenizer_config.json; a server needs both")
@@ -65,7 +94,31 @@ def check_files(config: ServerConfig) -> int:
             raise ConfigError(
                 "--default-chat-template-kwargs", found, "variables of the template", str(error)
             ) from error
+    _check_weights(directory, target, config)
     return target.max_positions
+
+
+def _check_weights(directory: Path, target: TargetConfig, config: ServerConfig) -> None:
+    """Whether the files hold the model's tensors, and the devices divide and hold them; from headers alone.
+
+    The checks are those with which `kimijax.load` begins, and so are the dtype and the form of the experts.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    dtype = _DTYPES[config.dtype] or (jnp.float32 if on_cpu else jnp.bfloat16)
+    index = checkpoint.inspect(directory)
+    int4 = index.int4 and not on_cpu
+    target = checkpoint.with_int4(target) if int4 else target
+    declared = parameters(declare_target(target, dtype=jnp.dtype(dtype), int4=int4))
+    checkpoint.resolve(index, target, {path: p.get_value() for path, p in declared.items()}, int4=int4)
+    mesh = make_mesh(jax.devices()[: config.tp])
+    shardings = {}
+    for path, parameter in declared.items():
+        try:
+            shardings[path] = named_sharding(mesh, parameter.get_metadata()["axes"], parameter.get_value().shape)
+        except ConfigError as error:
+            name = ".".join(map(str, path))
+            raise ConfigError("--tp", config.tp, f"a number that divides {name}", str(error)) from error
+    check_memory(declared, shardings)
 
 
 def load_service(config: ServerConfig, model_limit: int) -> tuple[Service, LLM]:
@@ -75,6 +128,7 @@ def load_service(config: ServerConfig, model_limit: int) -> tuple[Service, LLM]:
         engine=config.engine_config(model_limit),
         dtype=_DTYPES[config.dtype],
         tensor_parallel=config.tp,
+        latent_norm_eps=config.latent_norm_eps,
         progress=True,
     )
     if llm.tokenizer is None:

@@ -32,7 +32,9 @@ def main() -> None:
         pairs = [*zip(routing, g["experts"], strict=True), *zip(long_routing, g["long_experts"], strict=True)]
         same = all(np.array_equal(np.sort(e, axis=1), right) for (e, _), right in pairs)
         tap_error = max(relative_error(taps[i][0][g["tap_positions"]], g["taps"][i]) for i in range(n + 1))
-        decoded = PagedDecoder(model, 160).logits(g["ids"], [48] + [1] * 112)
+        decoder = PagedDecoder(model, 160)
+        decoded, decoded_tap = decoder.run(g["ids"], [48] + [1] * 112)
+        tap_error = max(tap_error, relative_error(decoded_tap[g["tap_positions"]], g["taps"][decoder.tap]))
         print(
             f"| {family} | {relative_error(logits[0], g['logits']):.1e} "
             f"| {relative_error(long_logits[0][g['long_positions']], g['long_logits']):.1e} | {tap_error:.1e} "

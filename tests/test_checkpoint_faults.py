@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -155,6 +156,41 @@ def test_unusable_settings_are_refused(int4_directory: Path) -> None:
         checkpoint.load(int4_directory, config, dtype=np.dtype(np.float16))
     with pytest.raises(ConfigError, match="mesh axis tensor: found 3"):
         checkpoint.load(int4_directory, config, mesh=make_mesh(jax.devices()[:3]))
+
+
+@pytest.mark.parametrize("options", [{}, {"unpack_int4": True}, {"mesh": 8}], ids=["kept", "unpacked", "sharded"])
+def test_all_scales_that_are_not_finite_and_positive_are_in_one_error(
+    options: dict[str, Any], int4_directory: Path
+) -> None:
+    """They pass the headers' check, so they are found while reading; a good subnormal is no fault."""
+    at = "language_model.model.layers.{}.mlp.experts.{}.{}_proj.weight_scale".format
+    faults = {at(1, 0, "gate"): np.nan, at(1, 3, "down"): 0.0, at(2, 1, "up"): -0.25, at(3, 2, "down"): np.inf}
+
+    def spoil(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        for name, value in faults.items():
+            tensors[name][5, -1] = value
+            tensors[name][7, 0] = value
+        tensors[at(1, 0, "up")][0, 0] = 1e-40
+        return tensors
+
+    rewrite(int4_directory, spoil)
+    if "mesh" in options:
+        options = {"mesh": make_mesh()}
+    with pytest.raises(CheckpointError, match="INT4 scales that are not finite and positive") as error:
+        checkpoint.load(int4_directory, load_config(int4_directory), **options)
+    lines = str(error.value).splitlines()[2:-1]
+    assert lines == [f"  {n.removeprefix('language_model.')}: found {v} in row 5" for n, v in sorted(faults.items())]
+
+
+def test_float32_scales_are_refused_kept_or_unpacked(int4_directory: Path) -> None:
+    """To round them would change the weights."""
+    name = f"{LAYER_1}.experts.3.up_proj.weight_scale"
+    full = f"language_model.{name}"
+    rewrite(int4_directory, lambda tensors: tensors | {full: tensors[full].astype(np.float32)})
+    for unpack in (False, True):
+        message = fails(int4_directory, unpack_int4=unpack)
+        assert f"{name}: found F32, expected BF16" in message
+        assert "mistyped (1)" in message
 
 
 def test_a_file_cut_while_it_is_read_is_named(int4_directory: Path) -> None:

@@ -54,6 +54,16 @@ def test_saving_gives_back_the_files(family: str, devices: int, tmp_path: Path) 
     assert same(loaded(again), loaded(model))
 
 
+def test_float32_scales_are_not_written(tmp_path: Path) -> None:
+    """`load` would refuse them."""
+    source = write_checkpoint("kimi_k25", tmp_path / "a", quantization="int4")
+    arrays = loaded(checkpoint.load(source, load_config(source)))
+    wide = {p: a.astype(jnp.float32) if str(p[-1]).endswith("_scale") else a for p, a in arrays.items()}
+    with pytest.raises(ValueError, match=r"experts\.0\.gate_proj: found float32 scales, expected bfloat16"):
+        checkpoint.save(wide, tmp_path / "b", INT4_CONFIG)
+    assert not (tmp_path / "b").exists()
+
+
 def test_shards_and_their_index(tmp_path: Path) -> None:
     model = initialise(declare_target(config_of("moonlight"), dtype=jnp.dtype(jnp.float32), int4=False), seed=0)
     checkpoint.save(model, tmp_path / "c", FAMILIES["moonlight"], dtype=jnp.bfloat16, shard_bytes=40_000)

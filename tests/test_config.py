@@ -188,6 +188,8 @@ def test_the_published_kimi_k25_config() -> None:
 def test_latent_norm_eps_is_an_option() -> None:
     config = parse_config(golden.FAMILIES["kimi_k25"], latent_norm_eps=1e-6)
     assert (config.norm_eps, config.latent_norm_eps) == (1e-5, 1e-6)
+    with pytest.raises(ConfigError, match="latent_norm_eps: found 0"):
+        parse_config(golden.FAMILIES["kimi_k25"], latent_norm_eps=0)
 
 
 @pytest.mark.parametrize("family", ["kimi_k25", "kimi_k2"])
@@ -222,6 +224,9 @@ CHANGED_MATHS: list[tuple[str, Any]] = [
     ("hidden_size", 64.0),
     ("hidden_size", True),
     ("rms_norm_eps", None),
+    ("rms_norm_eps", 0),
+    ("rms_norm_eps", float("nan")),
+    ("moe_layer_freq", True),
     ("norm_topk_prob", 1),
     ("num_experts_per_tok", 17),
     ("n_group", 3),
@@ -415,9 +420,6 @@ def test_end_tokens_are_those_of_both_files(tmp_path: Path) -> None:
     generation.write_text(json.dumps({"eos_token_id": [121, 5], "temperature": 1, "top_p": 0.95, "top_k": 20}))
     assert load_config(tmp_path).eos_token_ids == (121, 5)
     assert load_generation_defaults(tmp_path) == GenerationDefaults((121, 5), 1.0, 0.95, 20)
-    generation.write_text(json.dumps({"temperature": "hot"}))
-    with pytest.raises(ConfigError, match=r"generation_config\.temperature: found 'hot'"):
-        load_generation_defaults(tmp_path)
 
 
 def test_wrapper_end_tokens_are_merged() -> None:
@@ -428,7 +430,7 @@ def test_wrapper_end_tokens_are_merged() -> None:
 def test_files_that_are_no_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json: found 'no such file'"):
         load_config(tmp_path)
-    for text, message in (("{", "valid JSON"), ("[]", "a JSON object")):
-        (tmp_path / "config.json").write_text(text)
+    for text, message in ((b"{", "valid JSON"), (b"\xff", "valid JSON"), (b"[]", "a JSON object")):
+        (tmp_path / "config.json").write_bytes(text)
         with pytest.raises(ConfigError, match=message):
             load_config(tmp_path)

@@ -1,19 +1,23 @@
 """The notebook API: text streams over step outputs, and a loaded model from prompt to text."""
 
 import copy
+import dataclasses
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kimijax
+from kimijax.config import load_config
 from kimijax.engine.config import EngineConfig
 from kimijax.engine.request import FinishReason, Request, Sampling, StepOutput
 from kimijax.errors import ConfigError, RequestError, TokenizerError
-from kimijax.generate import LLM, TextStream
+from kimijax.generate import LLM, Prompt, TextStream, load_tokenizer
 from kimijax.tokenizer import Tokenizer
 
 from . import golden, reference, toy_tokenizer
@@ -114,7 +118,7 @@ def test_generate_follows_the_reference(llm: LLM, directory: Path) -> None:
 
 def test_one_prompt_or_many_alone_or_together(llm: LLM) -> None:
     """Text, ids and messages; a batch gives each prompt what it gets alone."""
-    prompts = ["ab", list(b"cd"), [{"role": "user", "content": "ef"}]]
+    prompts: list[Prompt] = ["ab", list(b"cd"), [{"role": "user", "content": "ef"}]]
     together = llm.generate(prompts, temperature=0, max_tokens=5, ignore_eos=True)
     alone = [llm.generate(p, temperature=0, max_tokens=5, ignore_eos=True) for p in prompts]
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
@@ -156,6 +160,76 @@ def test_logits_and_taps_are_those_of_the_reference(llm: LLM, directory: Path) -
         llm.logits([528])
 
 
+def test_several_consumers_take_turns(llm: LLM) -> None:
+    """A stream that is half read, a call in between, and threads: everybody gets what it gets alone."""
+    settings = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+    right = {text: llm.generate(text, **settings).text for text in ("abc", "de", "fgh")}
+    stream = llm.stream("abc", **settings)
+    first = next(stream).text
+    assert llm.generate("de", **settings).text == right["de"]
+    assert first + "".join(d.text for d in stream) == right["abc"]
+    with ThreadPoolExecutor(3) as pool:
+        found = dict(zip(right, pool.map(lambda text: llm.generate(text, **settings).text, right), strict=True))
+    assert found == right
+    assert llm.engine.stats().free_pages == llm.engine.stats().total_pages
+
+
+def test_more_prompts_than_the_queue_holds(directory: Path) -> None:
+    llm = kimijax.load(directory, engine=dataclasses.replace(SIZES, max_queued=1), dtype=jnp.float32)
+    out = llm.generate([[i] for i in range(9)], temperature=0, max_tokens=2, ignore_eos=True)
+    assert [len(c.token_ids) for c in out] == [2] * 9
+
+
+def test_an_interrupted_step_leaves_a_usable_model(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = llm.generate("abc", temperature=0, max_tokens=5, ignore_eos=True).text
+    programs = llm.engine._programs
+    decode = programs.decode
+
+    def interrupted(*args: Any) -> Any:
+        decode(*args)  # the cache is donated, its successor lost
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(programs, "decode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("abc", temperature=0, max_tokens=5, ignore_eos=True)
+    monkeypatch.undo()
+    assert llm.generate("abc", temperature=0, max_tokens=5, ignore_eos=True).text == right
+
+
+def test_prompts_in_every_form(llm: LLM) -> None:
+    ids = llm.generate("abc", temperature=0, max_tokens=3, ignore_eos=True).token_ids
+    forms: list[Any] = [np.frombuffer(b"abc", np.uint8), [np.int64(i) for i in b"abc"], tuple(b"abc")]
+    for prompt in forms:
+        assert llm.generate(prompt, temperature=0, max_tokens=3, ignore_eos=True).token_ids == ids
+    assert llm.generate([]) == []
+    wrong: Any
+    for wrong in ([1.5], [97, "b"], [None]):
+        with pytest.raises((RequestError, TypeError)):
+            llm.generate(wrong)
+    with pytest.raises(RequestError, match="top_k: found 1099511627776"):
+        llm.generate("abc", top_k=1 << 40)
+    with pytest.raises(RequestError, match="temperature"):
+        llm.stream("abc", temperature=1e39)  # at the call, not at the first piece
+
+
+def test_broken_weights_end_the_request_with_an_error(directory: Path) -> None:
+    llm = kimijax.load(directory, engine=SIZES, dtype=jnp.float32)
+    leaves = llm.engine._programs._leaves
+    llm.engine._programs._leaves = [jnp.full_like(x, jnp.nan) if x.ndim == 1 else x for x in leaves]
+    with pytest.raises(RuntimeError, match="not a number"):
+        llm.generate("abc", temperature=0, max_tokens=3)
+    assert llm.engine.stats().free_pages == llm.engine.stats().total_pages
+
+
+def test_paged_decoding_draws_the_same_tokens(llm: LLM, directory: Path) -> None:
+    paged = kimijax.load(directory, engine=dataclasses.replace(SIZES, decode_view="paged"), dtype=jnp.float32)
+    prompts = ["ab", "a longer prompt that fills more than one page of the cache"]
+    for llm_ in (llm, paged):
+        llm_.generate(prompts, temperature=0, max_tokens=4)  # both have used their pages before
+    right = [c.token_ids for c in llm.generate(prompts, temperature=0, max_tokens=30, ignore_eos=True)]
+    assert [c.token_ids for c in paged.generate(prompts, temperature=0, max_tokens=30, ignore_eos=True)] == right
+
+
 def test_ids_without_a_token_are_refused_in_prompts(llm: LLM) -> None:
     assert llm.engine.n_tokens == 517  # the model's vocabulary is padded to 528
     with pytest.raises(RequestError, match=r"prompt: found token id 520, expected 0 \.\.\. 516"):
@@ -172,11 +246,29 @@ def test_a_directory_without_tokenizer_loads_for_ids_only(
         llm = kimijax.load(tmp_path, engine=SIZES, dtype=jnp.float32)
     assert "token ids only" in caplog.text
     assert llm.logits([1, 2]).logits.shape == (2, 528)
-    with pytest.raises(RequestError, match="no tokenizer files"):
-        llm.generate("text")
+    out = llm.generate([1, 2], temperature=0, max_tokens=3, ignore_eos=True)
+    assert (len(out.token_ids), out.text) == (3, "")
+    for prompt, stop in (("text", []), ([1, 2], ["."])):
+        with pytest.raises(RequestError, match="no tokenizer files"):
+            llm.generate(prompt, stop=stop)
     (tmp_path / "tiktoken.model").symlink_to(directory / "tiktoken.model")
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
         kimijax.load(tmp_path, engine=SIZES)
+    (tmp_path / "tiktoken.model").unlink()
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(TokenizerError, match=r"tiktoken\.model"):
+        kimijax.load(tmp_path, engine=SIZES)
+    (tmp_path / "tokenizer.json").write_text("{}")  # another format of tokenizer, as DeepSeek's checkpoints have
+    assert load_tokenizer(tmp_path, llm.config) == (None, None)
+
+
+def test_a_template_of_null_is_no_template(directory: Path, tmp_path: Path) -> None:
+    config = json.loads((directory / "tokenizer_config.json").read_text()) | {"chat_template": None}
+    (tmp_path / "tiktoken.model").symlink_to(directory / "tiktoken.model")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer, chat = load_tokenizer(tmp_path, load_config(directory))
+    assert tokenizer is not None
+    assert chat is None
 
 
 def test_what_cannot_be_loaded_is_refused_by_name(tmp_path: Path, directory: Path) -> None:

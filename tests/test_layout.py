@@ -4,10 +4,14 @@ import ast
 import fnmatch
 import importlib
 import importlib.metadata
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,7 +79,7 @@ def test_every_data_file_is_shipped() -> None:
         for path in (ROOT / folder).rglob("*"):
             if path.is_dir() or path.suffix in (".py", ".pyc", ".pyi"):
                 continue
-            parts = [FOLDERS[folder], *path.relative_to(ROOT / folder).parent.parts]
+            parts = [*FOLDERS[folder].split("."), *path.relative_to(ROOT / folder).parent.parts]
             package = next(name for name in packages if is_in(".".join(parts), name))
             inner = "/".join([*parts[package.count(".") + 1 :], path.name])
             # fnmatch's * crosses folders, as `**` does; setuptools' single * does not, hence the second test.
@@ -217,3 +221,51 @@ def test_environment_is_no_configuration() -> None:
         and (node.value.id, node.attr) in {("os", "environ"), ("os", "getenv")}
     ]
     assert not faults, "\n".join(faults)
+
+
+REPORT = """
+import json, sys
+import kimijax, kimijax.serve.config, kimijax.train.config, kimijax.pallas_kernels
+from kimijax.generate import NANO
+print(json.dumps({"files": {name: m.__file__ for name, m in sys.modules.items() if name.startswith("kimijax")},
+                  "recipe": kimijax.train.config.load_recipe("nano", []).name, "nano": str(NANO)}))
+"""
+
+
+@pytest.mark.slow
+def test_a_wheel_is_complete(tmp_path: Path) -> None:
+    """Built from the sources alone and unpacked elsewhere, it imports under the same names and has its data."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    [wheel] = tmp_path.glob("kimijax-*-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        assert [name for name in archive.namelist() if name.endswith("/licenses/LICENSE")]
+    expected = {
+        "/".join([*FOLDERS[folder].split("."), path.relative_to(ROOT / folder).as_posix()])
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix not in (".pyc", ".pyi")
+    }
+    assert names == expected
+    assert {"kimijax/py.typed", "kimijax/nano/config.json", "kimijax/train/recipes/nano.toml"} <= names
+    run = subprocess.run(
+        [sys.executable, "-c", REPORT],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert (found["recipe"], found["nano"]) == ("nano", str(site / "kimijax" / "nano"))
+    outside = {name: file for name, file in found["files"].items() if not file.startswith(str(site / "kimijax"))}
+    assert not outside

@@ -1,5 +1,6 @@
 """The target model against transformers' golden files and the plain NumPy reference, in every program it has."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from flax import nnx
 
 from kimijax import checkpoint
-from kimijax.cache import PagedCache
+from kimijax.cache import PagedCache, PagedView
 from kimijax.config import load_config
 from kimijax.model import Target, check_taps, declare_target
 from kimijax.sharding import make_mesh
@@ -21,6 +22,7 @@ from . import golden, reference
 from .golden.families import Quantization
 
 FAMILIES = tuple(golden.FAMILIES)
+GATHERS = re.compile(r"= \w+\[([\d,]*)\]\S* all-gather")
 LIMIT = 1e-4  # largest error relative to the largest logit
 
 
@@ -92,28 +94,35 @@ class PagedDecoder:
         self.new_cache = partial(PagedCache.create, model.config, n_pages + 3, page, jnp.dtype(jnp.float32))
         self.graph, self.state = nnx.split(model)
         self.step = jax.jit(self._step, static_argnames="absorbed")
+        self.tap = model.config.n_layers - 1
 
     def _step(self, state: nnx.State, cache: PagedCache, ids: jax.Array, start: jax.Array, absorbed: bool):
+        """Logits [T, V], a tap [T, D], and the cache. One token goes through a dense window, two through pages."""
         model, table = nnx.merge(self.graph, state), jnp.asarray(self.table)
-        window = cache.read(table)
         positions = start[:, None] + jnp.arange(ids.shape[1])[None]
-        if absorbed:
-            hidden, window = model.decode(ids, start, window)
-            rows = window.take(positions)
+        taps = (self.tap,)
+        if not absorbed:
+            hidden, rows = model.prefill(ids, start, PagedView(cache, table), taps=taps)
+            cache = cache.write(rows, table, positions)
+        elif ids.shape[1] > 1:
+            hidden, view = model.decode(ids, start, PagedView(cache, table), taps=taps)
+            cache = view.cache
         else:
-            hidden, rows = model.prefill(ids, start, window)
-        return model.logits(hidden.last)[0], cache.write(rows, table, positions)
+            hidden, window = model.decode(ids, start, cache.read(table), taps=taps)
+            cache = cache.write(window.take(positions), table, positions)
+        return model.logits(hidden.last)[0], hidden.taps[self.tap][0], cache
 
-    def logits(self, ids: np.ndarray, chunks: list[int]) -> np.ndarray:
-        """Logits [T, V] of ids [T], cut into `chunks`."""
-        out, at, cache = [], 0, self.new_cache()
+    def run(self, ids: np.ndarray, chunks: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Logits [T, V] and tap [T, D] of ids [T], cut into `chunks`."""
+        out, taps, at, cache = [], [], 0, self.new_cache()
         for size in chunks:
-            part = jnp.asarray(ids[at : at + size], jnp.int32)[None]
-            logits, cache = self.step(self.state, cache, part, jnp.asarray([at], jnp.int32), absorbed=size <= 2)
+            part, start = jnp.asarray(ids[at : at + size], jnp.int32)[None], jnp.asarray([at], jnp.int32)
+            logits, tap, cache = self.step(self.state, cache, part, start, absorbed=size <= 2)
             out.append(np.asarray(logits))
+            taps.append(np.asarray(tap))
             at += size
         assert at == len(ids)
-        return np.concatenate(out)
+        return np.concatenate(out), np.concatenate(taps)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -122,8 +131,11 @@ def test_every_way_to_the_same_logits(family: str, load: Callable[..., Target]) 
     g = golden.load_golden(family)
     ids, right = g["ids"][:96], g["logits"][:96]
     decoder = PagedDecoder(load(family), len(ids))
+    tapped = g["tap_positions"][g["tap_positions"] < len(ids)]
     for chunks in ([96], [48, 48], [1] * 96, [48] + [2] * 12 + [1] * 24):
-        assert relative_error(decoder.logits(ids, chunks), right) < LIMIT, chunks
+        logits, tap = decoder.run(ids, chunks)
+        assert relative_error(logits, right) < LIMIT, chunks
+        assert relative_error(tap[tapped], g["taps"][decoder.tap][: len(tapped)]) < LIMIT, chunks
 
 
 @pytest.mark.parametrize("quantization", [None, "int4"])
@@ -136,8 +148,31 @@ def test_eight_devices_give_one_device_s_logits(quantization: str | None, load: 
     with jax.set_mesh(mesh):
         logits, _, _ = run_forward(model, g["ids"])
         assert relative_error(logits[0], g["logits"]) < LIMIT
-        decoded = PagedDecoder(model, 24).logits(g["ids"][:24], [16, 1, 1, 2, 2, 1, 1])
+        decoded = PagedDecoder(model, 24).run(g["ids"][:24], [16, 1, 1, 2, 2, 1, 1])[0]
     assert relative_error(decoded, g["logits"][:24]) < LIMIT
+
+
+def test_no_device_gathers_a_weight(load: Callable[..., Target]) -> None:
+    """The compiled decoding step of eight devices: sums of partial outputs, but no weight is put together anywhere."""
+    mesh = make_mesh()
+    model = load("kimi_k25", mesh=mesh)
+    graph, state = nnx.split(model)
+    sizes = {int(np.prod(x.shape)) for x in jax.tree.leaves(state) if x.ndim > 1}
+    table = jnp.asarray([[0, 1]], jnp.int32)
+
+    def step(state: nnx.State, cache: PagedCache, ids: jax.Array, start: jax.Array):
+        model = nnx.merge(graph, state)
+        hidden, view = model.decode(ids, start, PagedView(cache, table))
+        return model.logits(hidden.last), view.cache
+
+    for rows in (1, 2):
+        cache = PagedCache.create(model.config, 4, 16, jnp.dtype(jnp.float32))
+        ids, start = jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32)
+        with jax.set_mesh(mesh):
+            text = jax.jit(step).lower(state, cache, ids, start).compile().as_text()
+        assert text is not None
+        gathered = [int(np.prod([int(n) for n in dims.split(",") if n])) for dims in GATHERS.findall(text)]
+        assert not sizes & set(gathered), f"gathered arrays of {gathered} elements"
 
 
 @pytest.mark.parametrize("quantization", ["int4", "fp8"])
@@ -154,7 +189,7 @@ def test_greedy_text_equals_the_reference(load: Callable[..., Target]) -> None:
     right = list(reference.greedy(config, golden.hf_weights(config), prompt, 12))
     decoder = PagedDecoder(load("kimi_k25"), len(prompt) + len(right))
     chunks = [len(prompt)] + [1] * (len(right) - 1)
-    logits = decoder.logits(np.asarray(prompt + right[:-1]), chunks)  # fed the right tokens: each must be the argmax
+    logits, _ = decoder.run(np.asarray(prompt + right[:-1]), chunks)  # fed the right tokens: each must be the argmax
     assert np.argmax(logits[len(prompt) - 1 :], axis=1).tolist() == right
 
 

@@ -16,34 +16,30 @@ import numpy as np
 import pytest
 
 from kimijax.tokenizer import Tokenizer
-from kimijax.train.nano_corpus import N_SPECIAL, SPECIAL_OFFSETS, CorpusReport, build
-from kimijax.train.nano_dialogues import Entry, all_dialogues, entries, read_examples, read_modules, read_summaries
-from kimijax.train.nano_english import predicate, question_phrase
-from kimijax.train.nano_facts import Fact, clean_summary, collect_facts, doctest_example, is_self_contained, is_skipped
-from kimijax.train.nano_written import Dialogue, read_blocks
+from kimijax.train import nano_corpus, nano_dialogues, nano_english, nano_facts, nano_written
 
 N_RANKS = 600  # a small vocabulary trains faster
 
 
 @pytest.fixture(scope="session")
-def facts() -> list[Fact]:
-    return collect_facts()[0]
+def facts() -> list[nano_facts.Fact]:
+    return nano_facts.collect_facts()[0]
 
 
 @pytest.fixture(scope="session")
-def ready(facts: list[Fact]) -> dict[str, Entry]:
-    return {entry.fact.name: entry for entry in entries(facts)}
+def ready(facts: list[nano_facts.Fact]) -> dict[str, nano_dialogues.Entry]:
+    return {entry.fact.name: entry for entry in nano_dialogues.entries(facts)}
 
 
 @pytest.fixture(scope="session")
-def dialogues(facts: list[Fact]) -> list[Dialogue]:
-    return all_dialogues(facts, seed=0)
+def dialogues(facts: list[nano_facts.Fact]) -> list[nano_written.Dialogue]:
+    return nano_dialogues.all_dialogues(facts, seed=0)
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CorpusReport]:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nano_corpus.CorpusReport]:
     folder = tmp_path_factory.mktemp("nano") / "corpus"
-    return folder, build(folder, n_ranks=N_RANKS)
+    return folder, nano_corpus.build(folder, n_ranks=N_RANKS)
 
 
 # ---- the hand-written texts ----
@@ -51,9 +47,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CorpusReport
 
 def sessions() -> dict[str, str]:
     """Every hand-written doctest session by a readable name."""
-    found = {f"example {name}": code for name, code in read_examples().items()}
+    found = {f"example {name}": code for name, code in nano_dialogues.read_examples().items()}
     for table in ("tasks", "topics"):
-        found |= {f"{table} {block.phrases[0]}": block.code for block in read_blocks(table)}
+        found |= {f"{table} {block.phrases[0]}": block.code for block in nano_written.read_blocks(table)}
     return {name: code for name, code in found.items() if code.startswith(">>>")}
 
 
@@ -71,7 +67,7 @@ def test_every_session_gives_what_it_shows(tmp_path: Path, monkeypatch: pytest.M
 
 def test_every_program_is_correct_python() -> None:
     for table, has_text in (("tasks", True), ("topics", True), ("errors", True), ("programs", False)):
-        for block in read_blocks(table, has_text=has_text):
+        for block in nano_written.read_blocks(table, has_text=has_text):
             assert block.phrases[0]
             if block.code and not block.code.startswith(">>>"):
                 ast.parse(block.code)
@@ -79,7 +75,7 @@ def test_every_program_is_correct_python() -> None:
 
 def test_programs_compute() -> None:
     space: dict[str, object] = {}
-    for block in read_blocks("programs", has_text=False):
+    for block in nano_written.read_blocks("programs", has_text=False):
         exec(block.code, space)
     checks = {
         "factorial(5)": 120,
@@ -101,7 +97,7 @@ def test_programs_compute() -> None:
 
 def test_errors_are_raised_as_said() -> None:
     checked = 0
-    for block in read_blocks("errors"):
+    for block in nano_written.read_blocks("errors"):
         if block.code:
             checked += 1
             space: dict[str, object] = {}
@@ -117,13 +113,13 @@ def test_a_phrase_has_one_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     (tmp_path / "tasks.txt").write_text("@ do it; do that\nText.\n\n@ do that\nText.\n")
     monkeypatch.setattr("kimijax.train.nano_written.TEXTS", tmp_path)
     with pytest.raises(ValueError, match=r"tasks\.txt: \['do that'\] is given twice"):
-        read_blocks("tasks")
+        nano_written.read_blocks("tasks")
 
 
-def test_tables_name_real_things(ready: dict[str, Entry]) -> None:
-    assert not [name for name in read_examples() if name not in ready]
-    assert not [name for name in read_summaries() if is_skipped(name)]
-    assert len(read_modules()) > 80
+def test_tables_name_real_things(ready: dict[str, nano_dialogues.Entry]) -> None:
+    assert not [name for name in nano_dialogues.read_examples() if name not in ready]
+    assert not [name for name in nano_dialogues.read_summaries() if nano_facts.is_skipped(name)]
+    assert len(nano_dialogues.read_modules()) > 80
 
 
 # ---- what is taken from the interpreter ----
@@ -140,7 +136,7 @@ def test_tables_name_real_things(ready: dict[str, Entry]) -> None:
     ],
 )
 def test_clean_summary(doc: str, summary: str) -> None:
-    assert clean_summary(doc) == summary
+    assert nano_facts.clean_summary(doc) == summary
 
 
 @pytest.mark.parametrize(
@@ -162,18 +158,18 @@ def test_clean_summary(doc: str, summary: str) -> None:
     ],
 )
 def test_predicate(summary: str, does: str, base: str) -> None:
-    assert predicate(summary) == does
-    assert question_phrase(does) == base
+    assert nano_english.predicate(summary) == does
+    assert nano_english.question_phrase(does) == base
 
 
 def test_examples_of_docstrings_must_stand_alone() -> None:
-    assert doctest_example("Text.\n\n    >>> 1 + 1  # two\n    2\n\n    Text.") == ">>> 1 + 1\n2"
-    assert is_self_contained(">>> import math\n>>> [math.sqrt(x) for x in (1, 4)]\n[1.0, 2.0]")
-    assert not is_self_contained(">>> undefined(1)\n1")
-    assert not is_self_contained(">>> async with x:\n...     pass")
+    assert nano_facts.doctest_example("Text.\n\n    >>> 1 + 1  # two\n    2\n\n    Text.") == ">>> 1 + 1\n2"
+    assert nano_facts.is_self_contained(">>> import math\n>>> [math.sqrt(x) for x in (1, 4)]\n[1.0, 2.0]")
+    assert not nano_facts.is_self_contained(">>> undefined(1)\n1")
+    assert not nano_facts.is_self_contained(">>> async with x:\n...     pass")
 
 
-def test_facts_cover_what_people_ask(ready: dict[str, Entry]) -> None:
+def test_facts_cover_what_people_ask(ready: dict[str, nano_dialogues.Entry]) -> None:
     assert len(ready) > 1000
     assert ready["json.dumps"].what.startswith(
         "`json.dumps` converts a Python object to a JSON string.\n\n```python\n>>>"
@@ -200,7 +196,7 @@ def test_collecting_imports_nothing_odd() -> None:
 # ---- conversations ----
 
 
-def test_one_question_has_one_answer(dialogues: list[Dialogue]) -> None:
+def test_one_question_has_one_answer(dialogues: list[nano_written.Dialogue]) -> None:
     answers: dict[str, str] = {}
     for dialogue in dialogues:
         messages = [m for m in dialogue.messages if m["role"] != "system"]
@@ -209,7 +205,7 @@ def test_one_question_has_one_answer(dialogues: list[Dialogue]) -> None:
             assert answers.setdefault(question, messages[1]["content"]) == messages[1]["content"], question
 
 
-def test_conversations_are_well_formed(dialogues: list[Dialogue]) -> None:
+def test_conversations_are_well_formed(dialogues: list[nano_written.Dialogue]) -> None:
     for dialogue in dialogues:
         roles = [m["role"] for m in dialogue.messages]
         if roles[0] == "system":
@@ -224,7 +220,7 @@ def test_conversations_are_well_formed(dialogues: list[Dialogue]) -> None:
             assert not re.search("doctest: | at 0x", text), text
 
 
-def test_every_fact_is_asked_in_several_ways(dialogues: list[Dialogue]) -> None:
+def test_every_fact_is_asked_in_several_ways(dialogues: list[nano_written.Dialogue]) -> None:
     ways = Counter(dialogue.key for dialogue in dialogues)
     assert ways["what json.dumps"] >= 20
     assert min(n for key, n in ways.items() if key.startswith("what ")) >= 3
@@ -233,7 +229,7 @@ def test_every_fact_is_asked_in_several_ways(dialogues: list[Dialogue]) -> None:
 # ---- the files ----
 
 
-def test_files_and_report(corpus: tuple[Path, CorpusReport]) -> None:
+def test_files_and_report(corpus: tuple[Path, nano_corpus.CorpusReport]) -> None:
     folder, report = corpus
     for prefix in ("", "heldout_"):
         tokens, mask, offsets = (np.load(folder / f"{prefix}{name}.npy") for name in ("tokens", "mask", "offsets"))
@@ -241,7 +237,7 @@ def test_files_and_report(corpus: tuple[Path, CorpusReport]) -> None:
         assert len(tokens) == len(mask) == offsets[-1]
         assert offsets[0] == 0
         assert (np.diff(offsets) > 0).all()
-        assert tokens.max() < N_RANKS + N_SPECIAL
+        assert tokens.max() < N_RANKS + nano_corpus.N_SPECIAL
     assert report.tokens == len(np.load(folder / "tokens.npy"))
     assert report.loss_tokens == int(np.load(folder / "mask.npy").sum())
     assert report.heldout_documents == len((folder / "heldout.jsonl").read_text().splitlines())
@@ -250,16 +246,16 @@ def test_files_and_report(corpus: tuple[Path, CorpusReport]) -> None:
     assert 0.01 < code < 0.2, "functions are long and few"
 
 
-def test_project_tokenizer_reads_it(corpus: tuple[Path, CorpusReport]) -> None:
+def test_project_tokenizer_reads_it(corpus: tuple[Path, nano_corpus.CorpusReport]) -> None:
     tokenizer = Tokenizer.from_dir(corpus[0])
-    assert (tokenizer.n_ranks, tokenizer.vocab_size) == (N_RANKS, N_RANKS + N_SPECIAL)
+    assert (tokenizer.n_ranks, tokenizer.vocab_size) == (N_RANKS, N_RANKS + nano_corpus.N_SPECIAL)
     # The offsets of the real tokenizer, whose 163,584 ranks come before the same slots.
     real = {"[EOS]": 163585, "<|im_end|>": 163586, "<|im_user|>": 163587, "<|im_middle|>": 163601, "</think>": 163607}
     assert {name: tokenizer.special_ids[name] - N_RANKS for name in real} == {n: i - 163584 for n, i in real.items()}
-    assert tokenizer.special_ids["[PAD]"] == N_RANKS + N_SPECIAL - 1
+    assert tokenizer.special_ids["[PAD]"] == N_RANKS + nano_corpus.N_SPECIAL - 1
 
 
-def test_heldout_documents_are_the_chat_form(corpus: tuple[Path, CorpusReport]) -> None:
+def test_heldout_documents_are_the_chat_form(corpus: tuple[Path, nano_corpus.CorpusReport]) -> None:
     """Ids decode to the chat form; the mask is 1 from `</think>` to `<|im_end|>` of each answer, and on all of code."""
     folder, _ = corpus
     tokenizer = Tokenizer.from_dir(folder)
@@ -282,7 +278,7 @@ def test_heldout_documents_are_the_chat_form(corpus: tuple[Path, CorpusReport]) 
         assert decode(ids[learned == 1]) == answers
 
 
-def test_heldout_questions_are_not_trained_but_their_facts_are(corpus: tuple[Path, CorpusReport]) -> None:
+def test_heldout_questions_are_not_trained_but_their_facts_are(corpus: tuple[Path, nano_corpus.CorpusReport]) -> None:
     folder, report = corpus
     tokens, offsets = np.load(folder / "tokens.npy"), np.load(folder / "offsets.npy")
     trained = {tokens[a:b].tobytes() for a, b in itertools.pairwise(offsets)}
@@ -291,24 +287,26 @@ def test_heldout_questions_are_not_trained_but_their_facts_are(corpus: tuple[Pat
     assert 0.01 < report.heldout_documents / (report.conversations + report.functions) < 0.03
 
 
-def test_same_inputs_are_not_built_again(corpus: tuple[Path, CorpusReport], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_inputs_are_not_built_again(
+    corpus: tuple[Path, nano_corpus.CorpusReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, report = corpus
     monkeypatch.setattr("kimijax.train.nano_corpus.collect_facts", lambda: pytest.fail("built again"))
-    assert build(folder, n_ranks=N_RANKS) == report
+    assert nano_corpus.build(folder, n_ranks=N_RANKS) == report
     with pytest.raises(pytest.fail.Exception, match="built again"):
-        build(folder, n_ranks=N_RANKS, seed=1)
-    assert build(folder, n_ranks=N_RANKS) == report, "a build that fails leaves the old result"
+        nano_corpus.build(folder, n_ranks=N_RANKS, seed=1)
+    assert nano_corpus.build(folder, n_ranks=N_RANKS) == report, "a nano_corpus.build that fails leaves the old result"
     assert [path.name for path in folder.parent.iterdir()] == ["corpus"]
 
 
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"n_ranks: found 65281, expected 256\.\.65280"):
-        build(tmp_path / "c", n_ranks=65281)
+        nano_corpus.build(tmp_path / "c", n_ranks=65281)
     with pytest.raises(ValueError, match=r"code_share: found 0\.9, expected 0\.\.0\.5"):
-        build(tmp_path / "c", code_share=0.9)
+        nano_corpus.build(tmp_path / "c", code_share=0.9)
     assert not list(tmp_path.iterdir())
 
 
 def test_special_slots_are_distinct() -> None:
-    assert len(set(SPECIAL_OFFSETS.values())) == len(SPECIAL_OFFSETS)
-    assert max(SPECIAL_OFFSETS.values()) == N_SPECIAL - 1
+    assert len(set(nano_corpus.SPECIAL_OFFSETS.values())) == len(nano_corpus.SPECIAL_OFFSETS)
+    assert max(nano_corpus.SPECIAL_OFFSETS.values()) == nano_corpus.N_SPECIAL - 1

@@ -6,13 +6,17 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
+from kimijax import checkpoint
 from kimijax.checkpoint import inspect
+from kimijax.config import load_config
 from kimijax.errors import CheckpointError, ConfigError
-from kimijax.plan import main, make_plan
+from kimijax.plan import JAX_FRACTION, main, make_plan
+from kimijax.sharding import TENSOR_PARALLEL, make_mesh
 
-from .checkpoint_cases import rewrite
+from .checkpoint_cases import loaded, rewrite
 from .golden import FAMILIES, PUBLISHED_QUANTIZATION, with_quantization, write_checkpoint
 
 PUBLISHED = Path(__file__).parents[2] / "shared" / "data" / "kimi_k25"
@@ -155,7 +159,7 @@ def assert_k25(plan: Any) -> None:
 def test_kimi_k25_from_its_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(k25_config()))
     for path in (tmp_path, tmp_path / "config.json"):
-        plan = make_plan(path)
+        plan = make_plan(path, fraction=0.9)
         assert plan.source == "config"
         assert_k25(plan)
 
@@ -163,7 +167,7 @@ def test_kimi_k25_from_its_config(tmp_path: Path) -> None:
 def test_kimi_k25_from_the_published_config() -> None:
     if not PUBLISHED.is_dir():
         pytest.skip(f"the published config is not at {PUBLISHED}")
-    assert_k25(make_plan(PUBLISHED))
+    assert_k25(make_plan(PUBLISHED, fraction=0.9))
 
 
 def test_kimi_k25_from_its_headers(tmp_path: Path) -> None:
@@ -171,7 +175,7 @@ def test_kimi_k25_from_its_headers(tmp_path: Path) -> None:
     assert sum(map(len, shards.values())) == 208_550
     write_headers(tmp_path, shards)
     (tmp_path / "config.json").write_text(json.dumps(k25_config()))
-    plan = make_plan(tmp_path)
+    plan = make_plan(tmp_path, fraction=0.9)
     assert plan.source == "headers"
     assert_k25(plan)
 
@@ -192,6 +196,32 @@ def test_kimi_k2_instruct_from_its_config(tmp_path: Path) -> None:
     # dequantised to bf16 on load, it does not fit on the devices that hold the INT4 model
     assert not plan.device.fits
     assert plan.device.cache_tokens == 0
+
+
+def test_devices_hold_what_jax_takes_by_default(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(k25_config()))
+    default, nine_tenths = make_plan(tmp_path).device, make_plan(tmp_path, fraction=0.9).device
+    assert JAX_FRACTION == 0.75
+    assert default.usable_bytes == 0.75 * 141e9
+    assert default.weight_bytes == nine_tenths.weight_bytes
+    assert 0 < default.cache_tokens < nine_tenths.cache_tokens
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("unpack", [False, True], ids=["kept", "unpacked"])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_bytes_on_devices_are_those_of_a_load(dtype: Any, unpack: bool, devices: int, tmp_path: Path) -> None:
+    directory = write_checkpoint("kimi_k25", tmp_path / "c", quantization="int4")
+    name = jnp.dtype(dtype).name
+    plan = make_plan(directory, devices=devices, dtype=name, unpack_int4=unpack)
+    mesh = make_mesh() if devices > 1 else None
+    model = checkpoint.load(directory, load_config(directory), mesh=mesh, dtype=dtype, unpack_int4=unpack)
+    arrays = loaded(model).values()
+    assert plan.device.weight_bytes == sum(a.addressable_shards[0].data.nbytes for a in arrays)
+    assert (plan.int4, plan.dtype) == (not unpack, name)
+    plain = make_plan(directory, devices=devices)
+    assert plan.cache_bytes_per_token == plain.cache_bytes_per_token * jnp.dtype(dtype).itemsize // 2
+    assert (plan.params, plan.total_bytes) == (plain.params, plain.total_bytes)  # the files stay what they are
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -223,6 +253,7 @@ def test_more_devices_hold_less_each(tmp_path: Path) -> None:
         ({"devices": 0}, "devices: found 0, expected a positive number"),
         ({"memory_bytes": 0}, "memory: found 0"),
         ({"fraction": 1.5}, "fraction: found 1.5"),
+        ({"dtype": "float16"}, "dtype: found 'float16', expected bfloat16 or float32"),
     ],
 )
 def test_unusable_settings_are_named(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -258,10 +289,20 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert printed["params"] == 1_026_408_232_448
     assert printed["total_bytes"] == 595_148_192_736
     assert printed["device"]["fits"] is True
+    assert printed["mesh_axes"] == TENSOR_PARALLEL
     assert main(["--model", str(tmp_path)]) == 0
     table = capsys.readouterr().out
     for text in ("1,014,686,023,680", "595,148,192,736 bytes", "70,272 bytes a token", "vision (skipped)"):
         assert text in table
+    rows = [[word for word in line.split() if word != "│"][:2] for line in table.splitlines()]
+    for axis, mesh_axis in TENSOR_PARALLEL.items():
+        assert [axis, mesh_axis or "none:"] in rows
+    assert "loaded as bfloat16, routed experts as INT4: 76.18 GB on each of 8 device(s)" in table
+    assert "cached tokens in all, in latent pages alone" in table
+    assert main(["--model", str(tmp_path), "--dtype", "float32", "--unpack-int4"]) == 0
+    table = capsys.readouterr().out
+    assert "loaded as float32: " in table
+    assert "140,544 bytes a token (float32)" in table
     assert main(["--model", str(tmp_path), "--memory-gb", "80"]) == 0
     assert "DOES NOT FIT" in capsys.readouterr().out
     assert main(["--model", str(tmp_path / "none")]) == 2

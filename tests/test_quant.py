@@ -1,5 +1,6 @@
 """INT4: the packing, bit for bit what compressed-tensors writes, and the invariants of the quantised type."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from kimijax import quant
+from kimijax.pallas_kernels import dequantize_int4, unpack_int4
 from kimijax.quant import QuantizedTensor
 
 from .golden import load_int4_golden
@@ -179,11 +181,37 @@ def test_quantised_tensor_may_be_abstract() -> None:
         (np.zeros(4, np.int32), np.ones(1, BF16), "leading dims"),
         (np.zeros((2, 4), np.int32), np.array([[1], [np.nan]], BF16), "not finite and positive"),
         (np.zeros((2, 4), np.int32), np.array([[1], [0]], BF16), "not finite and positive"),
+        (np.zeros((2, 4), np.int32), np.array([[1], [-2]], np.float32), "found -2.0, not finite and positive"),
     ],
 )
 def test_broken_invariants_are_named(packed: Any, scale: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         QuantizedTensor(packed, scale).check()
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)], ids=str)
+def test_first_bad_scale(dtype: np.dtype) -> None:
+    """Every value that the dtype's smallest and largest steps, and its special values, could confuse."""
+    good = np.array([[jnp.finfo(dtype).smallest_subnormal, jnp.finfo(dtype).max], [1, 0.25]], dtype)
+    assert quant.first_bad_scale(good) is None
+    assert quant.first_bad_scale(good[:0]) is None
+    for value in (0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, -1.0):
+        scale = good.copy()
+        scale[1] = value
+        assert quant.first_bad_scale(scale) == 2
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)], ids=str)
+@pytest.mark.parametrize("rounded", [True, False])
+def test_the_kernels_unpack_as_the_host_does(dtype: np.dtype, rounded: bool) -> None:
+    """Bit for bit for either dtype of scales, which is what the product is rounded to, inside a jitted function too."""
+    w = (np.random.default_rng(2).standard_normal((3, 8, 256)) * 0.02).astype(dtype)
+    packed, scale = quant.quantize_words(w)
+    run = jax.jit(functools.partial(dequantize_int4, dtype=jnp.dtype(jnp.float32), rounded=rounded))
+    wanted = quant.dequantize_words(packed, scale, np.float32, "reference" if rounded else "exact")
+    assert same_bits(run(jnp.asarray(packed), jnp.asarray(scale)), wanted)
+    q = np.asarray(unpack_int4(jnp.asarray(packed)))
+    assert same_bits(q, quant.unpack_words(packed))
 
 
 def test_unusable_arguments_are_refused() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 
 
@@ -72,6 +73,47 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert not broken
 
 
+def in_backticks(document: Path) -> list[str]:
+    """What a document writes as code within its sentences, the status table apart: it names what is planned."""
+    text = document.read_text()
+    if document.name == "README.md":
+        before, _, after = text.partition("## Status\n")
+        text = before + after[after.index("\n## ") :]
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_paths_exist(document: Path) -> None:
+    folders = "kimijax|pallas_kernels|serve|train|tests|docs|benchmarks"
+    paths = [code for code in in_backticks(document) if re.fullmatch(rf"({folders})/[\w./-]*", code)]
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_imports_exist(document: Path) -> None:
+    """Each `from kimijax.a import b` holds, and so does each `b.c` beside it."""
+    codes = in_backticks(document)
+    modules = {}
+    for code in codes:
+        if found := re.fullmatch(r"from (kimijax[\w.]*) import (\w{2,})", code):  # one letter stands for any name
+            package, name = found.groups()
+            modules[name] = importlib.import_module(f"{package}.{name}")
+    missing = []
+    for code in codes:
+        name, _, attribute = code.partition(".")
+        if name in modules and not code.endswith(".py") and not hasattr(modules[name], attribute):
+            missing.append(code)
+    assert not missing
+
+
+def test_every_module_is_in_the_list_of_folders() -> None:
+    [block] = [b for b in re.findall(r"^```\n(.*?)^```$", ARCHITECTURE, re.M | re.S) if "kimijax/ " in b]
+    listed = set(re.findall(r"\b(\w+\.py)\b", block))
+    there = {path.name for path in (ROOT / "kimijax").glob("*.py")} - {"__init__.py"}
+    assert listed == there, "docs/architecture.md, Folders"
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_commands_exist(document: Path) -> None:
     """Each `make X` has a target, and each `python -m kimijax.x` can be run."""
@@ -115,7 +157,7 @@ def test_python_snippet_names_exist(snippet: str) -> None:
 @pytest.mark.parametrize("snippet", code_blocks(README, "python"), ids=itertools.count())
 def test_python_snippet_runs(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(snippet, "README.md", "exec"), {})
-    assert capsys.readouterr().out.strip()
+    assert "dedent" in capsys.readouterr().out
 
 
 def test_shell_snippets_parse() -> None:

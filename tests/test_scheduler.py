@@ -401,8 +401,9 @@ def test_sizes_that_programs_are_compiled_for() -> None:
     ],
 )
 def test_impossible_sizes_are_refused(field: str, value: int) -> None:
+    sizes: dict[str, Any] = {field: value}
     with pytest.raises(ConfigError, match=f"^{field}: found {value}"):
-        EngineConfig(**{field: value})
+        EngineConfig(**sizes)
 
 
 def test_a_context_longer_than_the_model_s_is_refused() -> None:

@@ -1,5 +1,7 @@
 """The server's command line, start and end."""
 
+import dataclasses
+import functools
 import json
 import os
 import signal
@@ -15,11 +17,13 @@ from typing import Any
 import pytest
 import uvicorn
 
+from kimijax import memory
 from kimijax.engine.request import Request
-from kimijax.errors import ConfigError
+from kimijax.errors import CheckpointError, ConfigError, TokenizerError
 from kimijax.generate import NANO
 from kimijax.serve import config, shutdown, startup
 
+from . import golden, toy_tokenizer
 from .serving import MakeServer, Server, say, servers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +59,8 @@ def test_flags_of_both_dialects() -> None:
         "--max-queued-requests -1",
         "--shutdown-timeout nan",
         "--dtype int8",
+        "--latent-norm-eps 0",
+        "--latent-norm-eps nan",
         "--page 32",  # no abbreviations
         "--default-chat-template-kwargs [1]",
         "--gpu-memory-utilization 0.9",
@@ -93,18 +99,116 @@ def run_server(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_port_in_use_and_missing_model_end_before_loading(tmp_path: Path) -> None:
-    with startup.bind("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--port: found {port}"):
-            startup.bind("127.0.0.1", port)
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A directory that a server takes: a tiny K2, INT4 experts, in three shards, with a tokenizer."""
+    model = golden.with_quantization(golden.FAMILIES["kimi_k2"] | {"vocab_size": 520}, "int4")
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    golden.write_tensors(golden.stored_tensors(model, dtype="bfloat16", quantization="int4", extras=False), folder, 3)
+    (folder / "config.json").write_text(json.dumps(model))
+    return toy_tokenizer.write(folder)
+
+
+def test_a_sound_checkpoint_passes(checkpoint: Path) -> None:
+    settings = config.ServerConfig(model_path=str(checkpoint))
+    for tp in (1, 2, 8):
+        assert startup.check_files(dataclasses.replace(settings, tp=tp)) == 1024
+
+
+@pytest.mark.parametrize("tp", [3, 9])
+def test_a_number_of_devices_that_does_not_divide_the_model(checkpoint: Path, tp: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^--tp: found {tp}, expected a"):
+        startup.check_files(config.ServerConfig(model_path=str(checkpoint), tp=tp))
+
+
+def test_faulty_checkpoints_are_refused_from_their_headers(checkpoint: Path) -> None:
+    settings = config.ServerConfig(model_path=str(checkpoint))
+    text = (checkpoint / "config.json").read_text()
+    model = json.loads(text)
+    for change, error, message in (
+        ({"vocab_size": 600}, CheckpointError, r"embed_tokens\.weight: found \[520, 64\], expected \[600, 64\]"),
+        ({"num_hidden_layers": 4}, CheckpointError, r"missing.*\n.*model\.layers\.3\."),
+        ({"vocab_size": 128}, TokenizerError, "the tokenizer has 517 ids"),
+        ({"rms_norm_eps": 0}, ConfigError, r"rms_norm_eps: found 0"),
+    ):
+        (checkpoint / "config.json").write_text(json.dumps(model | change))
+        with pytest.raises(error, match=message):
+            startup.check_files(settings)
+    (checkpoint / "config.json").write_text(text)
+    (checkpoint / "generation_config.json").write_text('{"repetition_penalty": 1.2}')
+    with pytest.raises(ConfigError, match=r"repetition_penalty: found 1\.2"):
+        startup.check_files(settings)
+
+
+def test_devices_too_small_for_the_weights(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "check_memory", functools.partial(memory.check_memory, free=lambda _: 10**5))
+    with pytest.raises(ConfigError, match="host memory"):
+        startup.check_files(config.ServerConfig(model_path=str(checkpoint)))
+
+
+def test_latent_norm_eps_reaches_the_model(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
+    given: dict[str, Any] = {}
+
+    def load(path: str, **options: Any) -> Any:
+        given.update(options)
+        raise CheckpointError("far enough")
+
+    monkeypatch.setattr("kimijax.load", load)
+    settings = config.parse_args(["--model", str(checkpoint), "--latent-norm-eps", "1e-6"])
+    assert settings.latent_norm_eps == 1e-6
+    with pytest.raises(CheckpointError, match="far enough"):
+        startup.load_service(settings, startup.check_files(settings))
+    assert given["latent_norm_eps"] == 1e-6
+
+
+def test_addresses_that_cannot_be_taken() -> None:
     with pytest.raises(ConfigError, match="--host"):
         startup.bind("no.such.host.invalid", 0)
-    run = run_server("--model", str(tmp_path / "nowhere"), "--port", "0")
-    assert run.returncode == 2
-    assert run.stdout == ""
-    assert run.stderr.count("\n") == 1
-    assert "nowhere" in run.stderr
+    with startup.bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        second = socket.socket()
+        second.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        second.bind(("127.0.0.1", port))  # both are bound, as far as the system allows; one can listen
+        with second:
+            startup.listen(taken)
+            with pytest.raises(ConfigError, match=f"--port: found {port}"):
+                startup.listen(second)
+        socket.create_connection(("127.0.0.1", port)).close()
+        with pytest.raises(ConfigError, match=f"--port: found {port}"):
+            startup.bind("127.0.0.1", port)
+
+
+def test_port_in_use_and_missing_model_are_one_line_and_code_2(tmp_path: Path) -> None:
+    with startup.bind("127.0.0.1", 0) as taken:
+        startup.listen(taken)
+        port = str(taken.getsockname()[1])
+        for arguments, found in (("--port", port), port), (("--model", str(tmp_path / "nowhere")), "nowhere"):
+            run = run_server(*arguments)
+            assert run.returncode == 2
+            assert run.stdout == ""
+            assert run.stderr.count("\n") == 1
+            assert found in run.stderr
+
+
+def test_a_missing_shard_ends_the_server_before_its_port_answers(checkpoint: Path) -> None:
+    shard = sorted(checkpoint.glob("*.safetensors"))[1]
+    shard.unlink()
+    port = free_port()
+    command = [sys.executable, "-m", "kimijax.serve", "--model", str(checkpoint), "--port", str(port)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), timeout=20)
+            time.sleep(0.05)
+        out, errors = process.communicate()
+    assert process.returncode == 2
+    assert out == ""
+    assert "kimijax.serve: error: " in errors
+    assert f"{shard.name}: holds" in errors
+    assert "Traceback" not in errors
 
 
 def serve_fake(folder: str, port: str, timeout: str) -> None:
@@ -116,6 +220,7 @@ def serve_fake(folder: str, port: str, timeout: str) -> None:
 
     server = Server(Path(folder), slow)
     listener = startup.bind("127.0.0.1", int(port))
+    startup.listen(listener)
     settings = uvicorn.Config(server.app, log_config=None, lifespan="off", ws="none")
     shutdown.DrainingServer(settings, server.state, float(timeout)).run(sockets=[listener])
     server.close()
@@ -215,19 +320,19 @@ def test_requests_that_do_not_finish_in_time_are_cut(tmp_path: Path) -> None:
 def test_nano_answers_the_printed_line_and_the_openai_client(tmp_path: Path) -> None:
     openai = pytest.importorskip("openai")
     command = [sys.executable, "-m", "kimijax.serve", "--port", "0"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = next(text.strip() for text in process.stdout if text.strip().startswith("curl "))
-        answer = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60, check=True)
-        assert json.loads(answer.stdout)["choices"][0]["message"]["content"]
-        client = openai.OpenAI(base_url=line.split()[1].removesuffix("/chat/completions"), api_key="none")
-        stream = client.chat.completions.create(
-            model="kimi-nano", messages=[{"role": "user", "content": "What is json.dumps?"}], stream=True, temperature=0
-        )
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(40) == 0
-    finally:
-        process.kill()
-        process.wait()
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = next(text.strip() for text in process.stdout if text.strip().startswith("curl "))
+            answer = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60, check=True)
+            assert json.loads(answer.stdout)["choices"][0]["message"]["content"]
+            question = [{"role": "user", "content": "What is json.dumps?"}]
+            with openai.OpenAI(base_url=line.split()[1].removesuffix("/chat/completions"), api_key="none") as client:
+                stream = client.chat.completions.create(
+                    model="kimi-nano", messages=question, stream=True, temperature=0
+                )
+                assert "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(40) == 0
+        finally:
+            process.kill()

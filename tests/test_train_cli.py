@@ -92,6 +92,22 @@ def test_export_needs_a_checkpoint(recipe: str, tmp_path: Path, capsys: pytest.C
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize(("name", "folder"), [("nano", "nano"), ("micro.toml", "micro")])
+def test_the_folder_is_named_after_the_recipe(
+    recipe: str, name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Path] = []
+
+    def stage(recipe: config.Recipe, out: Path, *_: Any, **__: Any) -> None:
+        given.append(out)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(cli.STAGES, "pretrain", (stage, ""))
+    assert cli.main(["pretrain", "--recipe", name]) == 0
+    assert cli.main(["pretrain", "--recipe", name, "--out", "elsewhere"]) == 0
+    assert given == [Path("runs") / folder, Path("elsewhere")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [

@@ -1,4 +1,4 @@
-"""Command line of training: `python -m kimijax.train STAGE --recipe RECIPE --out FOLDER`."""
+"""Command line of training: `python -m kimijax.train STAGE --recipe RECIPE [--out FOLDER]`."""
 
 import argparse
 import logging
@@ -12,6 +12,7 @@ from . import stages
 from .config import load_recipe
 from .run_record import command_line
 
+RUNS = Path("runs")  # in the current directory
 STAGES = {
     "pretrain": (stages.pretrain, "train a small target from scratch, then evaluate, export and report it"),
     "export-pretrained": (stages.export_pretrained, "evaluate, export and report a run's newest checkpoint"),
@@ -25,7 +26,9 @@ def parser() -> argparse.ArgumentParser:
     for name, (_, help_text) in STAGES.items():
         command = commands.add_parser(name, help=help_text, description=help_text)
         command.add_argument("--recipe", required=True, help="name of a recipe, or the path of a .toml file")
-        command.add_argument("--out", required=True, type=Path, help="the run's folder; an earlier run is resumed")
+        command.add_argument(
+            "--out", type=Path, help="the run's folder; an earlier run is resumed (default: runs/RECIPE)"
+        )
         command.add_argument(
             "--set", action="append", default=[], metavar="TABLE.FIELD=VALUE", help="change a field of the recipe"
         )
@@ -40,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("absl").setLevel(logging.ERROR)
     stage, _ = STAGES[args.stage]
     try:
-        stage(load_recipe(args.recipe, args.set), args.out, command_line(), install=args.install)
+        recipe = load_recipe(args.recipe, args.set)
+        out = RUNS / recipe.name if args.out is None else args.out
+        stage(recipe, out, command_line(), install=args.install)
     except (ConfigError, CheckpointError, TokenizerError, TemplateError) as e:
         print(f"kimijax.train: {e}", file=sys.stderr)
         return 2

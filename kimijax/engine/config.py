@@ -1,13 +1,14 @@
 """Sizes of an engine: how many requests, tokens and pages, and the static shapes its programs are compiled for."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ..errors import ConfigError
 
 
 def _powers(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
     """smallest, smallest * factor, ... and `largest` itself."""
-    sizes = []
+    sizes: list[int] = []
     size = smallest
     while size < largest:
         sizes.append(size)
@@ -26,6 +27,9 @@ class EngineConfig:
     chunk_size: int = 512  # prompt tokens a step
     burst: int = 8  # tokens a decoding program makes before the host looks at them
     max_queued: int = 1024  # waiting requests; more are refused
+    # What a burst attends to: "dense", a copy of the batch's pages that all its steps share (fastest on a CPU, but as
+    # large as the batch's cache); "paged", pages gathered layer by layer; "auto", dense on a CPU and paged elsewhere.
+    decode_view: Literal["auto", "dense", "paged"] = "auto"
     batch_factor: int = 4  # batch sizes compiled for: 1, factor, factor ** 2, ..., max_batch
     context_factor: int = 8  # window lengths compiled for: 256, 256 * factor, ..., context_length
 
@@ -33,6 +37,8 @@ class EngineConfig:
         for name in ("max_batch", "context_length", "page_size", "chunk_size", "burst"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "a positive integer")
+        if self.decode_view not in ("auto", "dense", "paged"):
+            raise ConfigError("decode_view", self.decode_view, "auto, dense or paged")
         if self.max_queued < 0:
             raise ConfigError("max_queued", self.max_queued, "0 or more")
         for name in ("batch_factor", "context_factor"):
@@ -66,6 +72,14 @@ class EngineConfig:
     def chunk_lengths(self) -> tuple[int, ...]:
         """Prompt lengths compiled for; a prompt longer than the last is cut into chunks of it."""
         return _powers(min(32, self.chunk_size), min(self.chunk_size, self.context_length), 4)
+
+
+def fit_context(wanted: int, max_positions: int, page_size: int = 64) -> int:
+    """The context of `wanted` tokens, or what the model's `max_positions` allow, in whole pages."""
+    context = min(wanted, max_positions) // page_size * page_size
+    if context == 0:
+        raise ConfigError("page_size", page_size, f"at most the {min(wanted, max_positions)} positions of a context")
+    return context
 
 
 def bucket(size: int, sizes: tuple[int, ...]) -> int:

@@ -134,14 +134,19 @@ class Engine:
     def _commit(self, request: Request, tokens: np.ndarray) -> StepOutput:
         """Record drawn tokens up to the request's end."""
         before = len(request.output)
+        error = None
         for token in tokens.tolist():
+            if token < 0:
+                error = "the model's logits are not a number: its weights or its arithmetic are at fault"
+                request.finish_reason = "abort"
+                break
             if request.append(token):
                 break
         new = tuple(request.output[before:])
         request.cached = request.n_tokens - 1
         if request.finish_reason is not None:
             self._scheduler.finish(request)
-        return StepOutput(request.id, new, request.finish_reason)
+        return StepOutput(request.id, new, request.finish_reason, error)
 
     def recover(self) -> list[StepOutput]:
         """After a step that raised: end every request that was running and rebuild the cache, which was donated.
@@ -152,6 +157,9 @@ class Engine:
         dropped = list(self._scheduler.running)
         for request in dropped:
             self._scheduler.finish(request)
+        for pages in jax.tree.leaves(self._cache):  # not donated if the step failed early; two caches may not fit
+            if isinstance(pages, jax.Array) and not pages.is_deleted():
+                pages.delete()
         self._cache = self._programs.new_cache()
         return [*made, *(StepOutput(r.id, (), "abort", error="the engine step failed") for r in dropped)]
 

@@ -1,4 +1,5 @@
-"""The engine's compiled programs: one prefill per chunk length, one decoding burst per (batch, window) size.
+"""The engine's compiled programs: a prefill per chunk length (and per context length, for the later chunks of a long
+prompt), a burst of decoding per (batch, context) size.
 
 Each call donates the cache and returns the new one. Host arrays go in, device arrays come out; nothing is read back
 here.
@@ -16,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..cache import PagedCache
+from ..cache import PagedCache, PagedView, Window
 from ..model import Target
 from ..sampling import SamplingRows, sample
 from .config import EngineConfig, bucket
@@ -42,6 +43,7 @@ class Programs:
         self._graph, state = nnx.split(model)
         self._leaves, self._tree = jax.tree.flatten(state)  # a flat list keeps the jit call on its fast path
         self._experts, self._n_tokens = experts, n_tokens
+        self._dense = config.decode_view == "dense" or (config.decode_view == "auto" and jax.default_backend() == "cpu")
         self._cache_dtype = model.layers[0].attention.kv_a[...].dtype
         self._target_config = model.config
         self._prefill = jax.jit(self._prefill_program, donate_argnums=1)
@@ -128,7 +130,7 @@ class Programs:
         rows: SamplingRows,
     ) -> tuple[PagedCache, jax.Array]:
         model = self._model(leaves)
-        context = None if context_table is None else cache.read(context_table)
+        context = None if context_table is None else PagedView(cache, context_table)
         hidden, latents = model.prefill(ids, start, context, experts=self._experts)
         offsets = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
         positions = jnp.where(offsets < n_valid, start[:, None] + offsets, -1)
@@ -146,20 +148,23 @@ class Programs:
         rows: SamplingRows,
         n_steps: jax.Array,  # int32
     ) -> tuple[PagedCache, jax.Array]:
-        model = self._model(leaves)
-        burst = self.config.burst
+        model, burst = self._model(leaves), self.config.burst
 
         def step(i: jax.Array, carry: tuple[jax.Array, Any, jax.Array]) -> tuple[jax.Array, Any, jax.Array]:
-            tokens, window, drawn = carry
-            hidden, window = model.decode(tokens[:, None], lengths + i, window, experts=self._experts)
+            tokens, cached, drawn = carry
+            hidden, cached = model.decode(tokens[:, None], lengths + i, cached, experts=self._experts)
             tokens = sample(model.logits(hidden.last)[:, 0], rows, lengths + i + 1, self._n_tokens)
-            return tokens, window, jax.lax.dynamic_update_slice(drawn, tokens[:, None], (0, i))
+            return tokens, cached, jax.lax.dynamic_update_slice(drawn, tokens[:, None], (0, i))
 
+        view = cache.read(table) if self._dense else PagedView(cache, table)
         drawn = jnp.zeros((tokens.shape[0], burst), jnp.int32)
-        _, window, drawn = jax.lax.fori_loop(0, n_steps, step, (tokens, cache.read(table), drawn))
+        _, view, drawn = jax.lax.fori_loop(0, n_steps, step, (tokens, view, drawn))
+        if isinstance(view, PagedView):
+            return view.cache, drawn
+        assert isinstance(view, Window)
         offsets = jnp.arange(burst, dtype=jnp.int32)[None]
         positions = jnp.where(offsets < n_steps, lengths[:, None] + offsets, -1)
-        return cache.write(window.take(positions), table, positions), drawn
+        return cache.write(view.take(positions), table, positions), drawn
 
 
 def _n_compiled(program: Any) -> int:

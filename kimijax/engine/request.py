@@ -1,11 +1,12 @@
 """One request as the engine sees it: token ids, sampling settings, and the state of its generation."""
 
 import enum
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ..errors import RequestError
+
+MAX_TEMPERATURE = 1e4  # flat by any measure; larger values only risk overflow
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -28,22 +29,30 @@ class Sampling:
     ignore_eos: bool = False
 
     def check(self, vocab_size: int) -> None:
-        """Raises RequestError naming the first field that is out of range."""
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise RequestError("temperature", f"found {self.temperature}, expected a finite number >= 0")
-        if not 0 < self.top_p <= 1:
+        """Raises RequestError naming the first field of the wrong type or out of range."""
+        _number("temperature", self.temperature, 0, MAX_TEMPERATURE)
+        _number("top_p", self.top_p, 0, 1)
+        if self.top_p == 0:
             raise RequestError("top_p", f"found {self.top_p}, expected 0 < top_p <= 1")
-        if self.top_k < 0:
-            raise RequestError("top_k", f"found {self.top_k}, expected 0 (off) or a positive integer")
-        if not 0 <= self.min_p <= 1:
-            raise RequestError("min_p", f"found {self.min_p}, expected 0 <= min_p <= 1")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise RequestError("seed", f"found {self.seed}, expected 0 <= seed < 2**63")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise RequestError("max_tokens", f"found {self.max_tokens}, expected a positive integer")
+        _integer("top_k", self.top_k, 0, 2**31 - 1)
+        _number("min_p", self.min_p, 0, 1)
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, 2**63 - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, None)
         for token in self.stop_token_ids:
-            if not 0 <= token < vocab_size:
-                raise RequestError("stop_token_ids", f"found {token}, expected ids in 0 ... {vocab_size - 1}")
+            _integer("stop_token_ids", token, 0, vocab_size - 1)
+
+
+def _integer(field: str, value: object, least: int, most: int | None) -> None:
+    wanted = f"an integer >= {least}" if most is None else f"an integer in {least} ... {most}"
+    if type(value) is not int or value < least or (most is not None and value > most):
+        raise RequestError(field, f"found {value!r}, expected {wanted}")
+
+
+def _number(field: str, value: object, least: float, most: float) -> None:
+    if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]  # NaN is refused too
+        raise RequestError(field, f"found {value!r}, expected a number in {least} ... {most}")
 
 
 class Phase(enum.Enum):
@@ -65,10 +74,10 @@ class Request:
     seed: int  # the sampling's, or one drawn for this request
     stop_ids: frozenset[int]  # end of generation; part of the output, not of its text
     limit: int  # output tokens at most, context included
-    output: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list[int])
     phase: Phase = Phase.WAITING
     cached: int = 0  # tokens whose latents are in `pages`
-    pages: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list[int])
     finish_reason: FinishReason | None = None
 
     @property
@@ -102,4 +111,4 @@ class StepOutput:
     request_id: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
-    error: str | None = None  # the step failed; the request is over and its tokens are not to be trusted further
+    error: str | None = None  # why the request was given up; finish_reason is then "abort"

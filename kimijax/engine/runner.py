@@ -63,11 +63,11 @@ class EngineRunner:
     def __init__(self, engine: SteppedEngine) -> None:
         self._engine = engine
         self._commands: queue.SimpleQueue[_Submit | _Cancel | _Stop] = queue.SimpleQueue()
-        self._changed = threading.Condition()  # guards the four fields below
+        self._changed = threading.Condition()  # guards the three fields below
         self._live: dict[str, Deliver] = {}
         self._closed: str | None = None  # why no request is taken any more
         self._failure: Exception | None = None
-        self._busy_since: float | None = None
+        self._busy_since: float | None = None  # written by the engine's thread alone
         self._stats = engine.stats()
         # A daemon, so that an exception elsewhere cannot keep the process alive; `stop` is the orderly end.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -220,7 +220,7 @@ class EngineRunner:
             self._engine.cancel(output.request_id)
             self._forget(output.request_id)
             return
-        if output.finish_reason is not None or output.error is not None:
+        if output.finish_reason is not None:
             self._forget(output.request_id)
 
     def _forget(self, request_id: str) -> None:
@@ -239,7 +239,7 @@ class EngineRunner:
             self._deliver_last(request_id, error)
 
     def _deliver_last(self, request_id: str, error: str | None) -> None:
-        output = StepOutput(request_id, (), None if error else "abort", error)
+        output = StepOutput(request_id, (), "abort", error)
         deliver = self._live[request_id]
         self._forget(request_id)
         try:

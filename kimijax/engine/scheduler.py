@@ -77,10 +77,7 @@ class Scheduler:
         request = next((r for r in self.running if r.phase is Phase.PREFILL), None) or self._admit()
         if request is None:
             return None
-        stop = min(request.cached + self.config.chunk_size, request.n_tokens)
-        if not self._grow(request, stop):
-            return None
-        return PrefillPlan(request, request.cached, stop)
+        return PrefillPlan(request, request.cached, min(request.cached + self.config.chunk_size, request.n_tokens))
 
     def plan_decode(self) -> DecodePlan | None:
         """All requests that decode, with pages for every token of the burst."""
@@ -97,16 +94,17 @@ class Scheduler:
         return min(request.cached + n_steps, self.config.context_length)
 
     def _can_admit(self) -> bool:
-        """Whether the first waiting request finds a place, and pages for its first chunk."""
+        """Whether the first waiting request finds a place, and pages for all its tokens."""
         if not self.waiting or len(self.running) >= self.config.max_batch:
             return False
-        first = min(self.config.chunk_size, self.waiting[0].n_tokens)
-        return self._pages_for(first) <= self.pool.n_free
+        return self._pages_for(self.waiting[0].n_tokens) <= self.pool.n_free
 
     def _admit(self) -> Request | None:
+        """Start the first waiting request. It gets the pages of its whole prompt: half a prompt is work for nothing."""
         if not self._can_admit():
             return None
         request = self.waiting.popleft()
+        self._grow(request, request.n_tokens)
         request.phase = Phase.PREFILL
         self.running.append(request)
         return request

@@ -7,20 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..int4 import dequantize_int4
+
 ROW_MAP_LIMIT = 16  # (token, slot) rows up to which one product per row beats grouping rows by expert on a CPU
 CAPACITY_FACTOR = 1.5
-
-
-def unpack(words: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """INT4 words [..., N / 8] (offset 8, low nibble first) times group scales [..., N / group], as `dtype` [..., N].
-
-    The product q * scale is rounded to bf16, as the checkpoint's reference dequantisation does.
-    """
-    shifts = (jnp.arange(8, dtype=jnp.int32) * 4).reshape((1,) * words.ndim + (8,))
-    q = ((words[..., None] >> shifts) & 0xF) - 8  # [..., N/8, 8]
-    w = q.reshape(*scale.shape, -1).astype(jnp.float32) * scale[..., None].astype(jnp.float32)  # [..., N/group, group]
-    # Not a cast to bf16 and back, which XLA may leave out.
-    return lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7).reshape(*words.shape[:-1], -1).astype(dtype)
 
 
 class _Weights(NamedTuple):
@@ -45,7 +35,7 @@ def _expert(weights: jax.Array, scale: jax.Array | None, e: jax.Array, dtype: jn
     one = lax.dynamic_index_in_dim(weights, e, keepdims=False)
     if scale is None:
         return one
-    return unpack(one, lax.dynamic_index_in_dim(scale, e, keepdims=False), dtype)
+    return dequantize_int4(one, lax.dynamic_index_in_dim(scale, e, keepdims=False), dtype)
 
 
 def _gated(h: jax.Array) -> jax.Array:
