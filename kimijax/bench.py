@@ -35,7 +35,8 @@ from .engine.config import EngineConfig
 from .engine.engine import Engine
 from .engine.request import Request, Sampling, StepOutput
 from .errors import CheckpointError, ConfigError
-from .generate import DEFAULT_CONTEXT, model_directory
+from .generate import DEFAULT_CONTEXT
+from .loader import model_directory
 from .model import Target
 
 FIRST_ID = 16  # the ids below are special in many vocabularies

@@ -32,7 +32,7 @@ from .quant import GROUP_SIZE, NIBBLES_PER_WORD, Rounding
 from .safetensors_io import DTYPES, INDEX_FILE, FilePool, TensorInfo, read_header
 from .sharding import named_sharding
 
-__all__ = ["CheckpointIndex", "Kind", "inspect", "load", "resolve", "save", "with_int4"]
+__all__ = ["Checked", "CheckpointIndex", "Kind", "check", "inspect", "load", "resolve", "save", "with_int4"]
 
 Kind = Literal["int4", "fp8", "plain"]
 
@@ -156,6 +156,38 @@ def _weight_map(file: FilePath) -> dict[str, str]:
     return weight_map
 
 
+@dataclass(frozen=True)
+class Checked:
+    """A declaration that a directory's headers fill, and where each parameter comes from and goes to."""
+
+    target: Target
+    leaves: dict[Path, Leaf]
+    shardings: dict[Path, Sharding]
+
+
+def check(
+    directory: str | FilePath,
+    config: TargetConfig,
+    *,
+    mesh: Mesh | None = None,
+    dtype: Any = jnp.bfloat16,
+    unpack_int4: bool = False,
+    free: FreeMemory = free_memory,
+) -> Checked:
+    """All that `load` can refuse before it reads an array: from headers alone. Arguments and errors are `load`'s."""
+    if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
+        raise ConfigError("dtype", str(dtype), "bfloat16 or float32")
+    index = inspect(directory)
+    int4 = index.int4 and not unpack_int4
+    config = with_int4(config) if int4 else config
+    target = declare_target(config, dtype=jnp.dtype(dtype), int4=int4)
+    flat = parameters(target)
+    leaves = resolve(index, config, {path: param.get_value() for path, param in flat.items()}, int4=int4)
+    shardings = {path: _sharding(mesh, p.get_metadata()["axes"], leaves[path].shape) for path, p in flat.items()}
+    check_memory(flat, shardings, free)
+    return Checked(target, leaves, shardings)
+
+
 def load(
     directory: str | FilePath,
     config: TargetConfig,
@@ -194,20 +226,11 @@ def load(
       CheckpointError: lists every tensor that is missing, superfluous, misshapen or mistyped, and every faulty file;
         or, after reading, every tensor with a scale that is not finite and positive.
     """
-    if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
-        raise ConfigError("dtype", str(dtype), "bfloat16 or float32")
-    index = inspect(directory)
-    int4 = index.int4 and not unpack_int4
-    config = with_int4(config) if int4 else config
-    target = declare_target(config, dtype=jnp.dtype(dtype), int4=int4)
-    flat = parameters(target)
-    leaves = resolve(index, config, {path: param.get_value() for path, param in flat.items()}, int4=int4)
-    shardings = {path: _sharding(mesh, p.get_metadata()["axes"], leaves[path].shape) for path, p in flat.items()}
-    check_memory(flat, shardings, free)
-    arrays = read_leaves(leaves, shardings, rounding=rounding, progress=progress, threads=threads)
-    filled = [(path, param.replace(arrays[path])) for path, param in flat.items()]
-    nnx.update(target, nnx.from_flat_state(filled))
-    return target
+    checked = check(directory, config, mesh=mesh, dtype=dtype, unpack_int4=unpack_int4, free=free)
+    arrays = read_leaves(checked.leaves, checked.shardings, rounding=rounding, progress=progress, threads=threads)
+    filled = [(path, param.replace(arrays[path])) for path, param in parameters(checked.target).items()]
+    nnx.update(checked.target, nnx.from_flat_state(filled))
+    return checked.target
 
 
 def with_int4(config: TargetConfig) -> TargetConfig:

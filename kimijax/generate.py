@@ -1,7 +1,6 @@
 """Text in, text out: a loaded model with its tokenizer, chat template and engine, for notebooks and for the server."""
 
 import dataclasses
-import logging
 import threading
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
@@ -23,16 +22,13 @@ from .engine.config import EngineConfig, fit_context
 from .engine.engine import Engine
 from .engine.request import FinishReason, Request, Sampling, StepOutput
 from .engine.scheduler import QueueFullError
-from .errors import ConfigError, RequestError, TokenizerError
+from .errors import RequestError
+from .loader import NANO, load_tokenizer, model_directory, place
 from .model import Target, check_taps
-from .sharding import make_mesh
 from .text_stream import Delta as Delta
 from .text_stream import TextStream as TextStream
-from .tokenizer import Tokenizer, read_json_object
+from .tokenizer import Tokenizer
 
-log = logging.getLogger(__name__)
-
-NANO = Path(__file__).parent / "nano"
 DEFAULT_CONTEXT = 2048  # tokens of prompt and output, unless the model holds fewer or the caller asks otherwise
 
 Message = Mapping[str, Any]
@@ -327,16 +323,17 @@ def load(
     directory = model_directory(path)
     config = load_config(directory, latent_norm_eps=latent_norm_eps)
     tokenizer, chat = load_tokenizer(directory, config)
-    on_cpu = jax.default_backend() == "cpu"
-    if dtype is None:
-        dtype = jnp.float32 if on_cpu else jnp.bfloat16
-    n = len(jax.devices())
-    if not 1 <= tensor_parallel <= n:
-        raise ConfigError("tensor_parallel", tensor_parallel, f"1 to {n}, the devices there are")
-    mesh = make_mesh(jax.devices()[:tensor_parallel]) if tensor_parallel > 1 else None
+    placement = place(dtype, tensor_parallel)
     if engine is None:
         engine = EngineConfig(context_length=fit_context(DEFAULT_CONTEXT, config.max_positions))
-    model = checkpoint.load(directory, config, mesh=mesh, dtype=dtype, unpack_int4=on_cpu, progress=progress)
+    model = checkpoint.load(
+        directory,
+        config,
+        mesh=placement.mesh,
+        dtype=placement.dtype,
+        unpack_int4=placement.unpack_int4,
+        progress=progress,
+    )
     stop_ids = config.eos_token_ids if tokenizer is None else tokenizer.stop_ids
     return LLM(
         name="kimi-nano" if directory == NANO else directory.resolve().name,
@@ -346,41 +343,10 @@ def load(
             engine,
             n_tokens=None if tokenizer is None else tokenizer.vocab_size,
             stop_ids=tuple(stop_ids),
-            mesh=mesh,
+            mesh=placement.mesh,
         ),
         tokenizer=tokenizer,
         chat=chat,
         defaults=load_generation_defaults(directory),
-        mesh=mesh,
+        mesh=placement.mesh,
     )
-
-
-def model_directory(path: str | Path) -> Path:
-    """The directory of a model name or path. Raises ConfigError where there is no config.json."""
-    directory = NANO if str(path) == "nano" else Path(path)
-    if not (directory / "config.json").is_file():
-        raise ConfigError("model", str(path), '"nano" or a checkpoint directory with a config.json')
-    return directory
-
-
-def load_tokenizer(directory: Path, config: TargetConfig) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """Tokenizer and chat template of a checkpoint.
-
-    Both are None, which is logged, where it has no tokenizer files, or only a `tokenizer.json`, as DeepSeek's own
-    checkpoints have: that format is not read. The template alone is None where there is none.
-
-    Raises:
-      TokenizerError: part of the files is missing, or they hold more ids than the model.
-    """
-    has_ranks, has_config = ((directory / name).is_file() for name in ("tiktoken.model", "tokenizer_config.json"))
-    if not has_ranks and (not has_config or (directory / "tokenizer.json").is_file()):
-        log.warning("%s has no tiktoken.model: it loads for token ids only", directory)
-        return None, None
-    tokenizer = Tokenizer.from_dir(directory, config.eos_token_ids)  # names the file that is missing
-    if tokenizer.vocab_size > config.vocab_size:
-        raise TokenizerError(
-            f"{directory}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size}: wrong files"
-        )
-    inline = read_json_object(directory / "tokenizer_config.json").get("chat_template")
-    has_template = (directory / "chat_template.jinja").is_file() or isinstance(inline, str)
-    return tokenizer, ChatTemplate.from_dir(directory, tokenizer) if has_template else None

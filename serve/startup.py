@@ -3,7 +3,6 @@
 import logging
 import socket
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +10,11 @@ import orjson
 
 import kimijax
 from kimijax import checkpoint
-from kimijax.config import TargetConfig, load_config
+from kimijax.config import load_config
 from kimijax.engine.runner import EngineRunner
 from kimijax.errors import CheckpointError, ConfigError, RequestError, TemplateError, TokenizerError
-from kimijax.generate import LLM, load_tokenizer, model_directory
-from kimijax.memory import check_memory
-from kimijax.model import declare_target
-from kimijax.names import parameters
-from kimijax.sharding import make_mesh, named_sharding
+from kimijax.generate import LLM
+from kimijax.loader import load_tokenizer, model_directory, place
 
 from .config import ServerConfig
 from .service import Service
@@ -94,31 +90,16 @@ def check_files(config: ServerConfig) -> int:
             raise ConfigError(
                 "--default-chat-template-kwargs", found, "variables of the template", str(error)
             ) from error
-    _check_weights(directory, target, config)
+    placement = place(_DTYPES[config.dtype], config.tp)
+    try:
+        checkpoint.check(
+            directory, target, mesh=placement.mesh, dtype=placement.dtype, unpack_int4=placement.unpack_int4
+        )
+    except ConfigError as error:
+        if not error.field.startswith("mesh axis"):
+            raise
+        raise ConfigError("--tp", config.tp, "a number that divides the model", str(error)) from error
     return target.max_positions
-
-
-def _check_weights(directory: Path, target: TargetConfig, config: ServerConfig) -> None:
-    """Whether the files hold the model's tensors, and the devices divide and hold them; from headers alone.
-
-    The checks are those with which `kimijax.load` begins, and so are the dtype and the form of the experts.
-    """
-    on_cpu = jax.default_backend() == "cpu"
-    dtype = _DTYPES[config.dtype] or (jnp.float32 if on_cpu else jnp.bfloat16)
-    index = checkpoint.inspect(directory)
-    int4 = index.int4 and not on_cpu
-    target = checkpoint.with_int4(target) if int4 else target
-    declared = parameters(declare_target(target, dtype=jnp.dtype(dtype), int4=int4))
-    checkpoint.resolve(index, target, {path: p.get_value() for path, p in declared.items()}, int4=int4)
-    mesh = make_mesh(jax.devices()[: config.tp])
-    shardings = {}
-    for path, parameter in declared.items():
-        try:
-            shardings[path] = named_sharding(mesh, parameter.get_metadata()["axes"], parameter.get_value().shape)
-        except ConfigError as error:
-            name = ".".join(map(str, path))
-            raise ConfigError("--tp", config.tp, f"a number that divides {name}", str(error)) from error
-    check_memory(declared, shardings)
 
 
 def load_service(config: ServerConfig, model_limit: int) -> tuple[Service, LLM]:

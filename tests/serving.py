@@ -9,7 +9,7 @@ from typing import Any
 from kimijax.chat import ChatTemplate
 from kimijax.engine.request import Request, Sampling
 from kimijax.engine.runner import EngineRunner
-from kimijax.generate import NANO
+from kimijax.loader import NANO
 from kimijax.serve import app, service
 
 from . import toy_tokenizer

@@ -17,7 +17,8 @@ from kimijax.config import load_config
 from kimijax.engine.config import EngineConfig
 from kimijax.engine.request import FinishReason, Request, Sampling, StepOutput
 from kimijax.errors import ConfigError, RequestError, TokenizerError
-from kimijax.generate import LLM, Prompt, TextStream, load_tokenizer
+from kimijax.generate import LLM, Prompt, TextStream
+from kimijax.loader import load_tokenizer
 from kimijax.tokenizer import Tokenizer
 
 from . import golden, reference, toy_tokenizer

@@ -226,7 +226,7 @@ def test_environment_is_no_configuration() -> None:
 REPORT = """
 import json, sys
 import kimijax, kimijax.serve.config, kimijax.train.config, kimijax.pallas_kernels
-from kimijax.generate import NANO
+from kimijax.loader import NANO
 print(json.dumps({"files": {name: m.__file__ for name, m in sys.modules.items() if name.startswith("kimijax")},
                   "recipe": kimijax.train.config.load_recipe("nano", []).name, "nano": str(NANO)}))
 """

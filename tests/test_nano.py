@@ -9,7 +9,7 @@ import pytest
 import kimijax
 from kimijax import checkpoint
 from kimijax.config import Int4Config, load_config
-from kimijax.generate import NANO
+from kimijax.loader import NANO
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZE_LIMIT = 20e6  # bytes that the repository spends on embedded models

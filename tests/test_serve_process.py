@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 import uvicorn
 
-from kimijax import memory
 from kimijax.engine.request import Request
 from kimijax.errors import CheckpointError, ConfigError, TokenizerError
-from kimijax.generate import NANO
+from kimijax.loader import NANO
 from kimijax.serve import config, shutdown, startup
 
 from . import golden, toy_tokenizer
@@ -142,7 +141,7 @@ def test_faulty_checkpoints_are_refused_from_their_headers(checkpoint: Path) -> 
 
 
 def test_devices_too_small_for_the_weights(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "check_memory", functools.partial(memory.check_memory, free=lambda _: 10**5))
+    monkeypatch.setattr(startup.checkpoint, "check", functools.partial(startup.checkpoint.check, free=lambda _: 10**5))
     with pytest.raises(ConfigError, match="host memory"):
         startup.check_files(config.ServerConfig(model_path=str(checkpoint)))
 

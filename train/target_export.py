@@ -15,7 +15,7 @@ from flax import nnx
 
 from kimijax import checkpoint
 from kimijax.errors import ConfigError
-from kimijax.generate import NANO
+from kimijax.loader import NANO
 from kimijax.names import Path as ParameterPath
 from kimijax.tokenizer import Tokenizer
 
