@@ -63,17 +63,33 @@ def case(t: int, k: int, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return x, chosen.astype(np.int32), rng.random((t, k)).astype(np.float32)
 
 
-# Rows around the limit of the row map, which is 16; the loop's blocks have 16 rows and more: fewer rows, one more, many
+# The loop's blocks have 16 rows and more: fewer rows, exactly one block, one more, many. From 12 rows (two for each of
+# the six experts) the first 8 and more rows of an expert go through the batched product.
 CASES = [
     (1, 1, "random"),
-    (8, 2, "random"),  # 16 rows
+    (3, 3, "random"),
+    (4, 3, "random"),  # 12 rows
+    (16, 1, "one"),  # one expert: 8 rows batched, 8 in the loop
     (17, 1, "one"),
     (5, 3, "one"),
     (33, 2, "ends"),
     (37, 3, "random"),
-    (64, 1, "one"),  # exactly full blocks
+    (64, 1, "one"),
     (131, 4, "random"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("n_experts", "int4", "few"), [(16, False, 31), (384, False, 64), (16, True, 16), (384, True, 64)]
+)
+def test_row_map_is_for_few_rows(n_experts: int, int4: bool, few: int) -> None:
+    assert forms._is_few(few, n_experts, int4)
+    assert not forms._is_few(few + 1, n_experts, int4)
+
+
+def test_batched_rows_are_a_little_more_than_the_mean() -> None:
+    assert [forms._head_rows(n, 16) for n in (31, 32, 64, 128, 2048)] == [0, 8, 8, 16, 152]
+    assert forms._head_rows(512, 384) == 0
 
 
 @pytest.mark.parametrize("int4", [False, True], ids=["float", "int4"])
@@ -89,8 +105,7 @@ def test_row_map_and_expert_loop_equal_numpy(t: int, k: int, kind: str, int4: bo
         operands = (jnp.asarray(GATE_UP), jnp.asarray(DOWN), None, None)
         gate_up, down = GATE_UP, DOWN
     right = naive(x, chosen, weights, gate_up, down)
-    other = expert_loop if chosen.size <= forms.ROW_MAP_LIMIT else row_map  # the form that the op does not take here
-    for form in (functools.partial(product, implementation="reference"), other):
+    for form in (functools.partial(product, implementation="reference"), row_map, expert_loop):
         found = form(x, chosen, weights, *operands)
         assert found.dtype == jnp.float32
         np.testing.assert_allclose(found, right, atol=2e-5 * np.abs(right).max())

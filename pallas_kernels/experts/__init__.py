@@ -2,7 +2,8 @@
 
 Implementations by name:
   reference   plain jax.numpy: a map over (token, slot) rows for few rows; for many, a loop over blocks of rows of one
-              expert, so that an expert without rows is never read. INT4 weights are unpacked one expert at a time.
+              expert, so that an expert without rows costs nothing. Float experts with several rows on average get
+              their first rows multiplied in one batched product; INT4 ones are unpacked one at a time.
   capacity    plain jax.numpy, differentiable: every expert gets the same number of rows in one batched product, and
               rows beyond an expert's capacity are dropped. For training only.
 """
