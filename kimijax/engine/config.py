@@ -31,7 +31,7 @@ class EngineConfig:
     # large as the batch's cache); "paged", pages gathered layer by layer; "auto", dense on a CPU and paged elsewhere.
     decode_view: Literal["auto", "dense", "paged"] = "auto"
     batch_factor: int = 4  # batch sizes compiled for: 1, factor, factor ** 2, ..., max_batch
-    context_factor: int = 8  # window lengths compiled for: 256, 256 * factor, ..., context_length
+    context_factor: int = 4  # window lengths compiled for: 256, 256 * factor, ..., context_length
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "context_length", "page_size", "chunk_size", "burst"):
