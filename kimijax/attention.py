@@ -106,7 +106,7 @@ class MLA(nnx.Module):
                 "bnth,bnsh->bnts", q[:, :, start:stop], key[:, :, :end], preferred_element_type=jnp.float32
             )
             visible = _visible(start, stop, n_context, context_length, segments)
-            p = _softmax(score * jnp.float32(softmax_scale(self.config)), visible).astype(value.dtype)
+            p = masked_softmax(score * jnp.float32(softmax_scale(self.config)), visible).astype(value.dtype)
             out.append(jnp.einsum("bnts,bnsh->bnth", p, value[:, :, :end]))
         heads = jnp.concatenate(out, axis=2) if len(out) > 1 else out[0]
         return shard(heads.swapaxes(1, 2), "batch", "replicated", "heads", "head_dim")
@@ -127,7 +127,7 @@ class MLA(nnx.Module):
         q = jnp.concatenate([q_latent, query.rope], axis=-1)
         q = q.reshape(b, t * n, -1)
         score = jnp.einsum("bqc,bsc->bqs", q, keys, preferred_element_type=jnp.float32).reshape(b, t, n, -1)
-        p = _softmax(score * jnp.float32(softmax_scale(self.config)), visible[:, :, None, :])
+        p = masked_softmax(score * jnp.float32(softmax_scale(self.config)), visible[:, :, None, :])
         p = p.astype(keys.dtype).reshape(b, t * n, -1)
         # The values are the first R columns of the keys; multiplying all columns and cutting the product is free of
         # copies.
@@ -135,7 +135,7 @@ class MLA(nnx.Module):
         return jnp.einsum("btnr,nhr->btnh", latent, self.v_up[...])
 
 
-def _softmax(score: jax.Array, visible: jax.Array) -> jax.Array:
+def masked_softmax(score: jax.Array, visible: jax.Array) -> jax.Array:
     """Softmax of the visible scores over the last axis, in float32; a row that sees none gives zeros, not NaN, also in
     its gradient."""
     score = jnp.where(visible, score, -jnp.inf)

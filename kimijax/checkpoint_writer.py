@@ -28,7 +28,7 @@ _BF16, _I32 = np.dtype(jnp.bfloat16), np.dtype(np.int32)
 
 
 @dataclass(frozen=True)
-class _Unit:
+class Unit:
     """Tensors that are made together, and the parameters they are made of."""
 
     specs: tuple[TensorSpec, ...]
@@ -82,13 +82,13 @@ def save(
         raise ValueError(f"directory: found {directory} in use, expected a new or empty one")
     if prefix is None:
         prefix = WRAPPER_PREFIX if config.is_wrapped else ""
-    units = list(_units(arrays, table, writes, None if dtype is None else np.dtype(dtype), prefix))
+    units = list(units_of(arrays, table, writes, None if dtype is None else np.dtype(dtype), prefix))
     directory.parent.mkdir(parents=True, exist_ok=True)
     part = directory.parent / f".{directory.name}.{os.getpid()}.part"
     part.mkdir()
     try:
         index = _write_shards(part, _shards(units, shard_bytes), arrays)
-        written = {**(files or {}), "config.json": _json(dict(config_json)), INDEX_FILE: _json(index)}
+        written = {**(files or {}), "config.json": json_bytes(dict(config_json)), INDEX_FILE: json_bytes(index)}
         for name, data in written.items():
             write_synced(part / name, lambda f, data=data: f.write(data))
         sync_directory(part)
@@ -99,7 +99,7 @@ def save(
         raise
 
 
-def _json(data: Mapping[str, Any]) -> bytes:
+def json_bytes(data: Mapping[str, Any]) -> bytes:
     return (json.dumps(data, indent=2) + "\n").encode()
 
 
@@ -123,9 +123,9 @@ def _check_int4(config: TargetConfig, stored: bool, mode: Int4Mode) -> bool:
     return writes
 
 
-def _units(
+def units_of(
     arrays: Mapping[Path, jax.Array], table: Table, int4: bool, dtype: np.dtype | None, prefix: str
-) -> Iterator[_Unit]:
+) -> Iterator[Unit]:
     """Everything to write, in the table's order. Parameters that share a tensor come together, at the first of them."""
     parts: dict[str, list[tuple[Path, Piece]]] = defaultdict(list)
     for path, pieces in table.items():
@@ -146,7 +146,7 @@ def _units(
             yield _assembled(found, np.dtype(own) if dtype is None or is_bias else dtype, prefix)
 
 
-def _assembled(found: Sequence[tuple[Path, Piece]], dtype: np.dtype, prefix: str) -> _Unit:
+def _assembled(found: Sequence[tuple[Path, Piece]], dtype: np.dtype, prefix: str) -> Unit:
     """A float tensor, put together from the parameters that hold its parts."""
     name, shape, view = found[0][1].name, found[0][1].shape, found[0][1].view
     covered = sum(math.prod(p.block) for _, p in found)
@@ -163,7 +163,7 @@ def _assembled(found: Sequence[tuple[Path, Piece]], dtype: np.dtype, prefix: str
             out[region] = host[path][piece.at]
         return (out.reshape(shape),)
 
-    return _Unit((TensorSpec(prefix + name, dtype, shape),), tuple(path for path, _ in found), make)
+    return Unit((TensorSpec(prefix + name, dtype, shape),), tuple(path for path, _ in found), make)
 
 
 def _int4_specs(stem: str, rows: int, width: int) -> tuple[TensorSpec, ...]:
@@ -176,7 +176,7 @@ def _int4_specs(stem: str, rows: int, width: int) -> tuple[TensorSpec, ...]:
 
 def _stored_int4(
     packed: Path, scale: Path, piece: Piece, scale_dtype: Any, keep: bool, dtype: np.dtype, prefix: str
-) -> _Unit:
+) -> Unit:
     """INT4 words and scales as they are, or dequantised to `dtype`."""
     rows, width = piece.shape[0], piece.shape[1] * NIBBLES_PER_WORD
     stem = prefix + piece.stem
@@ -190,23 +190,23 @@ def _stored_int4(
     if keep:
         if scale_dtype != _BF16:
             raise ValueError(f"{stem}: found {scale_dtype} scales, expected bfloat16: `load` takes no others")
-        return _Unit(_int4_specs(stem, rows, width), (packed, scale), make_int4)
-    return _Unit((TensorSpec(f"{stem}.weight", dtype, (rows, width)),), (packed, scale), make_float)
+        return Unit(_int4_specs(stem, rows, width), (packed, scale), make_int4)
+    return Unit((TensorSpec(f"{stem}.weight", dtype, (rows, width)),), (packed, scale), make_float)
 
 
-def _quantised(path: Path, piece: Piece, prefix: str) -> _Unit:
+def _quantised(path: Path, piece: Piece, prefix: str) -> Unit:
     """A float expert matrix, quantised."""
     rows, width = piece.shape
 
     def make(host: Host) -> tuple[np.ndarray, ...]:
         return *quantize_words(host[path][piece.at].astype(_BF16, copy=False)), np.array([rows, width], _I32)
 
-    return _Unit(_int4_specs(prefix + piece.stem, rows, width), (path,), make)
+    return Unit(_int4_specs(prefix + piece.stem, rows, width), (path,), make)
 
 
-def _shards(units: Sequence[_Unit], shard_bytes: int) -> list[list[_Unit]]:
+def _shards(units: Sequence[Unit], shard_bytes: int) -> list[list[Unit]]:
     """Consecutive units, at most `shard_bytes` a file unless a single unit is larger."""
-    shards: list[list[_Unit]] = []
+    shards: list[list[Unit]] = []
     size = 0
     for unit in units:
         if not shards or size + unit.nbytes > shard_bytes:
@@ -217,21 +217,19 @@ def _shards(units: Sequence[_Unit], shard_bytes: int) -> list[list[_Unit]]:
     return shards
 
 
-def _write_shards(
-    part: FilePath, shards: Sequence[Sequence[_Unit]], arrays: Mapping[Path, jax.Array]
-) -> dict[str, Any]:
+def _write_shards(part: FilePath, shards: Sequence[Sequence[Unit]], arrays: Mapping[Path, jax.Array]) -> dict[str, Any]:
     """Writes the shard files and returns the content of their index."""
     weight_map: dict[str, str] = {}
     for number, units in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         specs = [s for u in units for s in u.specs]
-        write_file(part / file, specs, _stream(units, arrays))
+        write_file(part / file, specs, stream_units(units, arrays))
         weight_map |= {s.name: file for s in specs}
     total = sum(u.nbytes for units in shards for u in units)
     return {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
-def _stream(units: Sequence[_Unit], arrays: Mapping[Path, jax.Array]) -> Iterator[np.ndarray]:
+def stream_units(units: Sequence[Unit], arrays: Mapping[Path, jax.Array]) -> Iterator[np.ndarray]:
     """The tensors of the units in order; a parameter is fetched from the devices once for all units that need it."""
     for needs, run in itertools.groupby(units, key=lambda u: u.needs):
         host = {path: np.asarray(arrays[path]) for path in needs}

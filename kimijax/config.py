@@ -126,7 +126,7 @@ class TargetConfig:
 
 
 # Keys that transformers writes for every model and that do not touch this architecture's inference maths.
-_NOISE = frozenset(
+NOISE = frozenset(
     """_name_or_path _attn_implementation _attn_implementation_autoset add_cross_attention architectures
     attention_dropout attn_implementation auto_map aux_loss_alpha bad_words_ids begin_suppress_tokens
     chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
@@ -195,7 +195,7 @@ def parse_config(data: Mapping[str, Any], *, latent_norm_eps: float | None = Non
         outer.seen.add(key)
     for key, allowed in _FIXED.items():
         outer.one_of(key, allowed, allowed[0])
-    outer.finish(_NOISE)
+    outer.finish(NOISE)
     eos = tuple(dict.fromkeys((*outer.token_ids("eos_token_id"), *config.eos_token_ids)))
     return dataclasses.replace(config, model_type=model_type, eos_token_ids=eos, has_vision="vision_config" in data)
 
@@ -236,7 +236,7 @@ def _parse_text(r: Reader, model_type: str, quant: Any, latent_norm_eps: float |
         quantization=_parse_quantization(quant, f"{r.where}.quantization_config"),
         n_mtp_layers=r.get("num_nextn_predict_layers", int, 0),
     )
-    r.finish(_NOISE)
+    r.finish(NOISE)
     _check_dims(config, r.where)
     return config
 

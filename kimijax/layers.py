@@ -1,5 +1,7 @@
 """The pieces every layer is made of: declared parameters, the linear product, RMSNorm, the gated MLP."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -38,6 +40,11 @@ def linear(x: jax.Array, w: jax.Array, dtype: jnp.dtype | None = None) -> jax.Ar
         return out.reshape(*x.shape[:-1], *w.shape[:-1])
     contract = (((x.ndim - 1,), (w.ndim - 1,)), ((), ()))
     return jax.lax.dot_general(x, w, contract, preferred_element_type=dtype)
+
+
+def matmul_precision(dtype: jnp.dtype) -> AbstractContextManager[object]:
+    """float32 models multiply in float32: a GPU would otherwise take TF32, whose products have 10 bits."""
+    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else nullcontext()
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

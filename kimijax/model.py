@@ -8,7 +8,6 @@ final norm. Every program (forward, prefill, decode) takes its taps from the sam
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import jax
@@ -19,7 +18,7 @@ from flax import nnx
 from .attention import MLA, Query
 from .cache import CacheView
 from .config import Int4Config, TargetConfig
-from .layers import MLP, declare, declare_norm, linear, rms_norm
+from .layers import MLP, declare, declare_norm, linear, matmul_precision, rms_norm
 from .moe import MoE, Routing
 from .rope import rotation
 from .sharding import shard
@@ -155,7 +154,7 @@ class Target(nnx.Module):
         """Embedding and all layers; the one loop that every program shares."""
         check_taps(taps, self.config)
         h = shard(self.embed[...][ids], "batch", "replicated", "hidden")
-        with _precision(h.dtype):
+        with matmul_precision(h.dtype):
             return self._layers(h, positions, attend, taps, experts)
 
     def _layers(self, h: jax.Array, positions: jax.Array, attend: Attend, taps: Sequence[int], experts: str) -> Hidden:
@@ -184,14 +183,9 @@ class Target(nnx.Module):
     def logits(self, h: jax.Array) -> jax.Array:
         """Final norm and head: h [B, T, D] (tap L) to float32 [B, T, V]."""
         x = rms_norm(h, self.norm[...], self.config.norm_eps)
-        with _precision(x.dtype):
+        with matmul_precision(x.dtype):
             logits = linear(x, self.lm_head[...], jnp.dtype(jnp.float32))
         return shard(logits, "batch", "replicated", "vocab")
-
-
-def _precision(dtype: jnp.dtype) -> AbstractContextManager[object]:
-    """float32 models multiply in float32: a GPU would otherwise take TF32, whose products have 10 bits."""
-    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else nullcontext()
 
 
 def check_taps(taps: Sequence[int], config: TargetConfig) -> None:

@@ -58,19 +58,19 @@ def name_table(config: TargetConfig, *, int4: bool) -> Table:
     """
     d, v = config.hidden, config.vocab_size
     table: Table = {
-        ("embed",): (_whole("model.embed_tokens.weight", v, d),),
-        ("norm",): (_whole("model.norm.weight", d),),
-        ("lm_head",): (_whole("lm_head.weight", v, d),),
+        ("embed",): (whole("model.embed_tokens.weight", v, d),),
+        ("norm",): (whole("model.norm.weight", d),),
+        ("lm_head",): (whole("lm_head.weight", v, d),),
     }
     for i in range(config.n_layers):
         at, layer = f"model.layers.{i}", ("layers", i)
-        table[*layer, "input_norm"] = (_whole(f"{at}.input_layernorm.weight", d),)
-        table[*layer, "post_norm"] = (_whole(f"{at}.post_attention_layernorm.weight", d),)
-        table |= {(*layer, "attention", k): p for k, p in _attention(config, f"{at}.self_attn").items()}
+        table[*layer, "input_norm"] = (whole(f"{at}.input_layernorm.weight", d),)
+        table[*layer, "post_norm"] = (whole(f"{at}.post_attention_layernorm.weight", d),)
+        table |= {(*layer, "attention", k): p for k, p in attention_pieces(config, f"{at}.self_attn").items()}
         if config.is_moe_layer(i):
             table |= {(*layer, "mlp", *k): p for k, p in _moe(config, f"{at}.mlp", int4).items()}
         else:
-            table |= {(*layer, "mlp", k): p for k, p in _mlp(d, config.dense_width, f"{at}.mlp").items()}
+            table |= {(*layer, "mlp", k): p for k, p in mlp_pieces(d, config.dense_width, f"{at}.mlp").items()}
     return table
 
 
@@ -92,65 +92,65 @@ def skip_reason(name: str, config: TargetConfig) -> str | None:
     return None
 
 
-def _whole(name: str, *shape: int, at: tuple[int, ...] = ()) -> Piece:
+def whole(name: str, *shape: int, at: tuple[int, ...] = ()) -> Piece:
     """A tensor that is a part of the parameter as it is."""
     return Piece(name, shape, shape, (0,) * len(shape), shape, at)
 
 
-def _viewed(name: str, shape: tuple[int, int], view: tuple[int, int, int]) -> Piece:
+def viewed(name: str, shape: tuple[int, int], view: tuple[int, int, int]) -> Piece:
     """A tensor that is a parameter under another shape."""
     if math.prod(shape) != math.prod(view):
         raise ValueError(f"{name}: {shape} cannot be viewed as {view}")
     return Piece(name, shape, view, (0, 0, 0), view)
 
 
-def _attention(c: TargetConfig, at: str) -> dict[str, tuple[Piece, ...]]:
+def attention_pieces(c: TargetConfig, at: str) -> dict[str, tuple[Piece, ...]]:
     n, d, r = c.n_heads, c.hidden, c.kv_lora_rank
     out: dict[str, tuple[Piece, ...]] = {}
     if c.q_lora_rank is None:
-        out["q"] = (_viewed(f"{at}.q_proj.weight", (n * c.qk_dim, d), (n, c.qk_dim, d)),)
+        out["q"] = (viewed(f"{at}.q_proj.weight", (n * c.qk_dim, d), (n, c.qk_dim, d)),)
     else:
         rank = c.q_lora_rank
-        out["q_a"] = (_whole(f"{at}.q_a_proj.weight", rank, d),)
-        out["q_a_norm"] = (_whole(f"{at}.q_a_layernorm.weight", rank),)
-        out["q_b"] = (_viewed(f"{at}.q_b_proj.weight", (n * c.qk_dim, rank), (n, c.qk_dim, rank)),)
-    out["kv_a"] = (_whole(f"{at}.kv_a_proj_with_mqa.weight", c.latent_dim, d),)
-    out["kv_a_norm"] = (_whole(f"{at}.kv_a_layernorm.weight", r),)
+        out["q_a"] = (whole(f"{at}.q_a_proj.weight", rank, d),)
+        out["q_a_norm"] = (whole(f"{at}.q_a_layernorm.weight", rank),)
+        out["q_b"] = (viewed(f"{at}.q_b_proj.weight", (n * c.qk_dim, rank), (n, c.qk_dim, rank)),)
+    out["kv_a"] = (whole(f"{at}.kv_a_proj_with_mqa.weight", c.latent_dim, d),)
+    out["kv_a_norm"] = (whole(f"{at}.kv_a_layernorm.weight", r),)
     kv, both = f"{at}.kv_b_proj.weight", c.nope_dim + c.v_dim  # per head: the rows of the key, then of the value
     shape, view = (n * both, r), (n, both, r)
     out["k_up"] = (Piece(kv, shape, view, (0, 0, 0), (n, c.nope_dim, r)),)
     out["v_up"] = (Piece(kv, shape, view, (0, c.nope_dim, 0), (n, c.v_dim, r)),)
-    out["o"] = (_viewed(f"{at}.o_proj.weight", (d, n * c.v_dim), (d, n, c.v_dim)),)
+    out["o"] = (viewed(f"{at}.o_proj.weight", (d, n * c.v_dim), (d, n, c.v_dim)),)
     return out
 
 
-def _mlp(d: int, f: int, at: str) -> dict[str, tuple[Piece, ...]]:
+def mlp_pieces(d: int, f: int, at: str) -> dict[str, tuple[Piece, ...]]:
     return {
-        "gate_up": tuple(_whole(f"{at}.{p}_proj.weight", f, d, at=(i,)) for i, p in enumerate(("gate", "up"))),
-        "down": (_whole(f"{at}.down_proj.weight", d, f),),
+        "gate_up": tuple(whole(f"{at}.{p}_proj.weight", f, d, at=(i,)) for i, p in enumerate(("gate", "up"))),
+        "down": (whole(f"{at}.down_proj.weight", d, f),),
     }
 
 
 def _moe(c: TargetConfig, at: str, int4: bool) -> dict[tuple[str, ...], tuple[Piece, ...]]:
     assert c.moe is not None
     e, d, f = c.moe.n_experts, c.hidden, c.moe.expert_width
-    out: dict[tuple[str, ...], tuple[Piece, ...]] = {("router",): (_whole(f"{at}.gate.weight", e, d),)}
+    out: dict[tuple[str, ...], tuple[Piece, ...]] = {("router",): (whole(f"{at}.gate.weight", e, d),)}
     if c.moe.has_bias:
-        out["router_bias",] = (_whole(f"{at}.gate.e_score_correction_bias", e),)
+        out["router_bias",] = (whole(f"{at}.gate.e_score_correction_bias", e),)
     # (suffix of the parameter, of the tensor, inputs that one stored value covers)
     forms = [("", "weight", 1)]
     if int4:
         forms = [("_packed", "weight_packed", NIBBLES_PER_WORD), ("_scale", "weight_scale", GROUP_SIZE)]
     for suffix, tensor, per in forms:
         out["experts", f"gate_up{suffix}"] = tuple(
-            _whole(f"{at}.experts.{x}.{p}_proj.{tensor}", f, d // per, at=(x, i))
+            whole(f"{at}.experts.{x}.{p}_proj.{tensor}", f, d // per, at=(x, i))
             for x in range(e)
             for i, p in enumerate(("gate", "up"))
         )
         out["experts", f"down{suffix}"] = tuple(
-            _whole(f"{at}.experts.{x}.down_proj.{tensor}", d, f // per, at=(x,)) for x in range(e)
+            whole(f"{at}.experts.{x}.down_proj.{tensor}", d, f // per, at=(x,)) for x in range(e)
         )
     if c.moe.n_shared:
-        shared = _mlp(d, c.moe.n_shared * f, f"{at}.shared_experts")
+        shared = mlp_pieces(d, c.moe.n_shared * f, f"{at}.shared_experts")
         out |= {("shared", k): p for k, p in shared.items()}
     return out
