@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from .config import MoEConfig
 from .layers import MLP, declare
+from .pallas_kernels import dropped_share as dropped_share
 from .pallas_kernels import experts as expert_product
 from .sharding import partition
 

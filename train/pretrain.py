@@ -22,6 +22,7 @@ from kimijax import quant
 from kimijax.config import TargetConfig
 from kimijax.errors import ConfigError
 from kimijax.model import Target, declare_target, initialise
+from kimijax.moe import dropped_share
 
 from .config import PretrainConfig
 from .metrics import MetricsLog
@@ -43,6 +44,7 @@ class StepMetrics(NamedTuple):
     loss: jax.Array  # weighted mean, nats a token
     gradient_norm: jax.Array
     max_load: jax.Array  # busiest expert's rows over the mean, worst layer
+    dropped: jax.Array  # share of the (token, expert) rows that found no place at their expert, worst layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,10 @@ class Pretrainer:
     """The jitted programs of a run. `graph` is the model's static part."""
 
     def __init__(self, target: TargetConfig, config: PretrainConfig) -> None:
+        if target.moe is None:
+            raise ConfigError("model.n_routed_experts", None, "a model with routed experts, as all of the family have")
         self.config = config
+        self._n_chosen = target.moe.n_chosen
         self.graph, self._abstract = nnx.split(declare_target(target, dtype=jnp.dtype(jnp.float32), int4=False))
         self._optimizer = make_optimizer(config)
         self._dtype = jnp.dtype(config.compute_dtype)
@@ -112,9 +117,11 @@ class Pretrainer:
             updates, optimizer = self._optimizer.update(gradient, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         params = _balance(cast(nnx.State, params), loads, self.config.balance_rate)
-        rows = jnp.stack(loads).astype(jnp.float32)  # [MoE layers, E]
-        max_load = (rows.max(axis=1) / rows.mean(axis=1)).max()
-        metrics = StepMetrics(value, optax.tree.norm(gradient), max_load)
+        rows = jnp.stack(loads)  # [MoE layers, E]
+        load = rows.astype(jnp.float32)
+        max_load = (load.max(axis=1) / load.mean(axis=1)).max()
+        n_rows = batch.positions.size * self._n_chosen
+        metrics = StepMetrics(value, optax.tree.norm(gradient), max_load, dropped_share(rows, n_rows).max())
         return TrainState(params, optimizer, state.step + 1), metrics
 
 

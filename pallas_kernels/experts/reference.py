@@ -154,10 +154,15 @@ def _capacity(n_rows: int, n_experts: int) -> int:
     return min(n_rows, math.ceil(n_rows * CAPACITY_FACTOR / n_experts / 8) * 8)
 
 
-def dropped_share(chosen: jax.Array, n_experts: int) -> jax.Array:
-    """Share of (token, slot) rows that `capacity` drops, float32."""
-    rank, _ = _ranks(chosen.reshape(-1), n_experts)
-    return (rank >= _capacity(chosen.size, n_experts)).mean(dtype=jnp.float32)
+def dropped_share(counts: jax.Array, n_rows: int) -> jax.Array:
+    """Share of (token, slot) rows that `capacity` drops, float32 [...].
+
+    Args:
+      counts: int32 [..., E], rows of each expert.
+      n_rows: their sum, T * K.
+    """
+    over = jnp.maximum(counts - _capacity(n_rows, counts.shape[-1]), 0)
+    return over.sum(axis=-1).astype(jnp.float32) / jnp.float32(n_rows)
 
 
 @jax.custom_vjp
