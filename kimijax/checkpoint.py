@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, Sharding
 
 from .checkpoint_reader import Leaf, Source, read_leaves, shortened
 from .checkpoint_writer import save
@@ -30,7 +30,7 @@ from .model import Target, declare_target
 from .names import WRAPPER_PREFIX, Path, Piece, name_table, parameters, skip_reason
 from .quant import GROUP_SIZE, NIBBLES_PER_WORD, Rounding
 from .safetensors_io import DTYPES, INDEX_FILE, FilePool, TensorInfo, read_header
-from .sharding import named_sharding
+from .sharding import parameter_sharding
 
 __all__ = ["Checked", "CheckpointIndex", "Kind", "check", "inspect", "load", "resolve", "save", "with_int4"]
 
@@ -183,7 +183,9 @@ def check(
     target = declare_target(config, dtype=jnp.dtype(dtype), int4=int4)
     flat = parameters(target)
     leaves = resolve(index, config, {path: param.get_value() for path, param in flat.items()}, int4=int4)
-    shardings = {path: _sharding(mesh, p.get_metadata()["axes"], leaves[path].shape) for path, p in flat.items()}
+    shardings = {
+        path: parameter_sharding(mesh, p.get_metadata()["axes"], leaves[path].shape) for path, p in flat.items()
+    }
     check_memory(flat, shardings, free)
     return Checked(target, leaves, shardings)
 
@@ -244,12 +246,6 @@ def with_int4(config: TargetConfig) -> TargetConfig:
     if not isinstance(config.quantization, Int4Config):
         raise CheckpointError(f"config: found {config.quantization!r}, but the files hold INT4 experts (weight_packed)")
     return config
-
-
-def _sharding(mesh: Mesh | None, axes: tuple[str, ...], shape: tuple[int, ...]) -> Sharding:
-    if mesh is None:
-        return SingleDeviceSharding(jax.local_devices()[0])
-    return named_sharding(mesh, axes, shape)
 
 
 def resolve(

@@ -3,8 +3,6 @@
 import itertools
 import json
 import math
-import os
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from .config import Int4Config, TargetConfig, parse_config
 from .model import Target
 from .names import WRAPPER_PREFIX, Path, Piece, Table, name_table, parameters
 from .quant import GROUP_SIZE, NIBBLES_PER_WORD, dequantize_words, quantize_words
-from .safetensors_io import INDEX_FILE, TensorSpec, sync_directory, write_file, write_synced
+from .safetensors_io import INDEX_FILE, TensorSpec, new_directory, write_file, write_synced
 
 Int4Mode = Literal["keep", "quantize", "dequantize"]
 type Host = Mapping[Path, np.ndarray]
@@ -78,25 +76,14 @@ def save(
     table = name_table(config, int4=stored)
     if table.keys() != arrays.keys():
         raise ValueError(f"model: parameters and config differ in {sorted(map(str, table.keys() ^ arrays.keys()))}")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"directory: found {directory} in use, expected a new or empty one")
     if prefix is None:
         prefix = WRAPPER_PREFIX if config.is_wrapped else ""
     units = list(units_of(arrays, table, writes, None if dtype is None else np.dtype(dtype), prefix))
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    part = directory.parent / f".{directory.name}.{os.getpid()}.part"
-    part.mkdir()
-    try:
+    with new_directory(directory) as part:
         index = _write_shards(part, _shards(units, shard_bytes), arrays)
         written = {**(files or {}), "config.json": json_bytes(dict(config_json)), INDEX_FILE: json_bytes(index)}
         for name, data in written.items():
             write_synced(part / name, lambda f, data=data: f.write(data))
-        sync_directory(part)
-        part.replace(directory)
-        sync_directory(directory.parent)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
 
 
 def json_bytes(data: Mapping[str, Any]) -> bytes:

@@ -13,11 +13,10 @@ from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh
 
 from .checkpoint import CheckpointIndex, inspect
 from .checkpoint_reader import Leaf, Source, read_leaves, shortened
@@ -29,7 +28,7 @@ from .memory import FreeMemory, check_memory, free_memory
 from .model import Target
 from .names import Piece, Table, attention_pieces, mlp_pieces, parameters, viewed, whole
 from .safetensors_io import FilePool, TensorInfo
-from .sharding import named_sharding
+from .sharding import parameter_sharding
 from .wiring import Wiring
 
 _FLOATS = ("BF16", "F16", "F32")
@@ -93,7 +92,9 @@ def load_draft(
     if table.keys() != flat.keys():
         raise ValueError(f"declaration and name table differ: {sorted(map(str, table.keys() ^ flat.keys()))}")
     leaves = {path: Leaf(path, p.get_value().shape, jnp.dtype(dtype), sources[path]) for path, p in flat.items()}
-    shardings = {path: _sharding(mesh, p.get_metadata()["axes"], leaves[path].shape) for path, p in flat.items()}
+    shardings = {
+        path: parameter_sharding(mesh, p.get_metadata()["axes"], leaves[path].shape) for path, p in flat.items()
+    }
     check_memory(flat, shardings, free)
     arrays = read_leaves(leaves, shardings, rounding="reference", progress=progress, threads=threads)
     nnx.update(drafter, nnx.from_flat_state([(path, p.replace(arrays[path])) for path, p in flat.items()]))
@@ -110,12 +111,6 @@ def _check_target(config: DraftConfig, wiring: Wiring, target: Target) -> None:
     if found != expected:
         fix = "use the target that the draft was trained for"
         raise ConfigError("target (vocab_size, hidden_size, layers)", found, f"the draft's {expected}", fix)
-
-
-def _sharding(mesh: Mesh | None, axes: tuple[str, ...], shape: tuple[int, ...]) -> Sharding:
-    if mesh is None:
-        return SingleDeviceSharding(jax.local_devices()[0])
-    return named_sharding(mesh, axes, shape)
 
 
 def draft_table(config: DraftConfig, *, own_embed: bool, own_head: bool, layer: str = _LAYER) -> Table:

@@ -4,8 +4,6 @@ What an engine would silently not apply is refused, so that an exported draft ne
 """
 
 import logging
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -21,7 +19,7 @@ from .draft_config import DraftConfig, Llama3Scaling, LlamaAttentionConfig, Llam
 from .drafter import Drafter
 from .errors import ConfigError
 from .names import Path, parameters
-from .safetensors_io import TensorSpec, sync_directory, write_file, write_synced
+from .safetensors_io import TensorSpec, new_directory, write_file, write_synced
 from .wiring import Wiring
 
 DraftFormat = Literal["sglang", "vllm", "speculators"]
@@ -95,24 +93,13 @@ def save_draft(
         data["kimijax"] = dict(record)
     if parse_draft_config(data, drafter.wiring) != config:
         raise ValueError(f"config: {config} cannot be written as {form}")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"directory: found {directory} in use, expected a new or empty one")
     table = draft_table(config, own_embed=("embed",) in arrays, own_head=has_head, layer=_LAYERS[form])
     units = [*units_of(arrays, table, False, dtype, ""), *_vocabulary_units(drafter)]
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    part = directory.parent / f".{directory.name}.{os.getpid()}.part"
-    part.mkdir()
-    try:
+    with new_directory(directory) as part:
         specs = [spec for unit in units for spec in unit.specs]
         write_file(part / "model.safetensors", specs, stream_units(units, arrays))
         for name, content in {**(files or {}), "config.json": json_bytes(data)}.items():
             write_synced(part / name, lambda f, content=content: f.write(content))
-        sync_directory(part)
-        part.replace(directory)
-        sync_directory(directory.parent)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
 
 
 def _vocabulary_units(drafter: Drafter) -> list[Unit]:

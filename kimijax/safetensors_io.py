@@ -9,8 +9,10 @@ of the caller's, never through a memory map: what was read does not count as res
 import json
 import math
 import os
+import shutil
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -236,3 +238,25 @@ def sync_directory(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextmanager
+def new_directory(directory: Path) -> Iterator[Path]:
+    """A folder to write into that takes `directory`'s place, synced, when the block ends; nothing is left if it raises.
+
+    Raises:
+      ValueError: `directory` exists and is not an empty folder: nothing is ever overwritten.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"directory: found {directory} in use, expected a new or empty one")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    part = directory.parent / f".{directory.name}.{os.getpid()}.part"
+    part.mkdir()
+    try:
+        yield part
+        sync_directory(part)
+        part.replace(directory)
+        sync_directory(directory.parent)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise

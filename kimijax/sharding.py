@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from .errors import ConfigError
 
@@ -66,6 +66,11 @@ def named_sharding(mesh: Mesh, axes: Sequence[str], shape: Sequence[int] | None 
             n = mesh.shape[mesh_axis]
             raise ConfigError(f"mesh axis {mesh_axis}", n, f"a divisor of {axis} ({size})", "use fewer devices")
     return NamedSharding(mesh, spec)
+
+
+def parameter_sharding(mesh: Mesh | None, axes: Sequence[str], shape: Sequence[int]) -> Sharding:
+    """`named_sharding` on a mesh; this process's first device where there is none."""
+    return SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else named_sharding(mesh, axes, shape)
 
 
 def shard(x: jax.Array, *axes: str) -> jax.Array:
