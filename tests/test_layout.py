@@ -228,7 +228,7 @@ import json, sys
 import kimijax, kimijax.serve.config, kimijax.train.config, kimijax.pallas_kernels
 from kimijax.loader import NANO
 print(json.dumps({"files": {name: m.__file__ for name, m in sys.modules.items() if name.startswith("kimijax")},
-                  "recipe": kimijax.train.config.load_recipe("nano", []).name, "nano": str(NANO)}))
+                  "recipe": kimijax.train.config.load_recipe("nano-target", []).name, "nano": str(NANO)}))
 """
 
 
@@ -255,7 +255,7 @@ def test_a_wheel_is_complete(tmp_path: Path) -> None:
         if path.is_file() and path.suffix not in (".pyc", ".pyi")
     }
     assert names == expected
-    assert {"kimijax/py.typed", "kimijax/nano/config.json", "kimijax/train/recipes/nano.toml"} <= names
+    assert {"kimijax/py.typed", "kimijax/nano/config.json", "kimijax/train/recipes/nano-target.toml"} <= names
     run = subprocess.run(
         [sys.executable, "-c", REPORT],
         cwd=tmp_path,
@@ -266,6 +266,6 @@ def test_a_wheel_is_complete(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
-    assert (found["recipe"], found["nano"]) == ("nano", str(site / "kimijax" / "nano"))
+    assert (found["recipe"], found["nano"]) == ("nano-target", str(site / "kimijax" / "nano"))
     outside = {name: file for name, file in found["files"].items() if not file.startswith(str(site / "kimijax"))}
     assert not outside

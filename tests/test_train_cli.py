@@ -92,7 +92,7 @@ def test_export_needs_a_checkpoint(recipe: str, tmp_path: Path, capsys: pytest.C
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize(("name", "folder"), [("nano", "nano"), ("micro.toml", "micro")])
+@pytest.mark.parametrize(("name", "folder"), [("nano-target", "nano-target"), ("micro.toml", "micro")])
 def test_the_folder_is_named_after_the_recipe(
     recipe: str, name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +112,7 @@ def test_the_folder_is_named_after_the_recipe(
     ("arguments", "names"),
     [
         (["--recipe", "nanno"], "recipe: found 'nanno'"),
-        (["--recipe", "nano", "--set", "pretrain.stepz=1"], "--set: found 'pretrain.stepz=1'"),
+        (["--recipe", "nano-target", "--set", "pretrain.stepz=1"], "--set: found 'pretrain.stepz=1'"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(
@@ -132,7 +132,7 @@ def test_a_file_in_the_place_of_the_folder(recipe: str, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    "arguments", [["pretrain"], ["fly"], [], ["pretrain", "--recipe", "nano", "--out", "x", "--y"]]
+    "arguments", [["pretrain"], ["fly"], [], ["pretrain", "--recipe", "nano-target", "--out", "x", "--y"]]
 )
 def test_unknown_flags_and_stages_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:

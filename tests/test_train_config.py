@@ -7,11 +7,11 @@ import pytest
 from kimijax.errors import ConfigError
 from kimijax.train import config
 
-NANO = (config.RECIPES / "nano.toml").read_text(encoding="utf-8")
+NANO = (config.RECIPES / "nano-target.toml").read_text(encoding="utf-8")
 
 
 def test_the_nano_recipe_is_a_kimi_k25() -> None:
-    recipe = config.load_recipe("nano")
+    recipe = config.load_recipe("nano-target")
     target = recipe.target
     assert target.moe is not None
     assert (target.text_type, target.moe.scoring, target.n_dense_layers) == ("kimi_k2", "sigmoid", 1)
@@ -22,7 +22,7 @@ def test_the_nano_recipe_is_a_kimi_k25() -> None:
 
 def test_overrides() -> None:
     recipe = config.load_recipe(
-        "nano",
+        "nano-target",
         ["pretrain.steps=7000", "pretrain.learning_rate=1", "model.rope_scaling.factor=8.0", "samples.max_tokens=5"],
     )
     assert recipe.pretrain.steps == 7000
@@ -66,7 +66,7 @@ def test_overrides() -> None:
 )
 def test_a_bad_override_is_named(override: str, names: str) -> None:
     with pytest.raises(ConfigError) as error:
-        config.load_recipe("nano", [override])
+        config.load_recipe("nano-target", [override])
     assert names in str(error.value)
 
 

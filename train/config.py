@@ -1,19 +1,17 @@
-"""Recipes: TOML files read once into frozen dataclasses; any field can be overridden as `--set table.field=value`."""
+"""Recipes of targets: the tables of `pretrain`, read once into frozen dataclasses."""
 
 import dataclasses
 import math
-import tomllib
-import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from kimijax.config import TargetConfig, parse_config
 from kimijax.errors import ConfigError
 from kimijax.tokenizer import N_SPECIAL
 
-RECIPES = Path(__file__).parent / "recipes"
+from .recipe_reader import RECIPES as RECIPES
+from .recipe_reader import find_recipe, read_table, read_tables
 
 
 @dataclass(frozen=True)
@@ -116,75 +114,18 @@ class Recipe:
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe by the name of a file in `recipes/`, or by path.
+    """A recipe of a target by the name of a file in `recipes/`, or by path; see `recipe_reader`.
 
-    Args:
-      name: a recipe's name, or a path that ends in `.toml`.
-      overrides: `table.field=value` with a TOML value; tables nest, as in `model.rope_scaling.factor=8.0`.
     Raises:
       ConfigError: no such recipe, an unknown or missing field, a value of the wrong type or out of range.
     """
-    path = Path(name) if name.endswith(".toml") else RECIPES / f"{name}.toml"
-    if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in RECIPES.glob("*.toml")))
-        raise ConfigError("recipe", name, f"one of {known}, or the path of a .toml file")
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as e:
-        raise ConfigError(str(path), str(e), "valid TOML") from e
-    for item in overrides:
-        _override(data, item)
-    known = {"corpus", "pretrain", "samples", "model"}
-    if set(data) != known or not all(isinstance(table, dict) for table in data.values()):
-        raise ConfigError(f"{path.name}: tables", sorted(data), "exactly " + ", ".join(sorted(known)))
+    path = find_recipe(name)
+    other = "recipes of drafters are for the other stages"
+    data = read_tables(path, overrides, ("corpus", "pretrain", "samples", "model"), other)
     return Recipe(
         name=path.stem,
-        corpus=_read(CorpusConfig, data["corpus"], "corpus"),
-        pretrain=_read(PretrainConfig, data["pretrain"], "pretrain"),
-        samples=_read(SamplesConfig, data["samples"], "samples"),
+        corpus=read_table(CorpusConfig, data["corpus"], "corpus"),
+        pretrain=read_table(PretrainConfig, data["pretrain"], "pretrain"),
+        samples=read_table(SamplesConfig, data["samples"], "samples"),
         model=data["model"],
     )
-
-
-def _override(data: dict[str, Any], item: str) -> None:
-    key, eq, text = item.partition("=")
-    *tables, name = key.split(".")
-    table: Any = data
-    for part in tables:
-        table = table.get(part) if isinstance(table, dict) else None
-    if not (eq and tables and isinstance(table, dict) and name in table):
-        raise ConfigError("--set", item, "table.field=value with a field of the recipe")
-    try:
-        value = tomllib.loads(f"x = {text}")
-    except tomllib.TOMLDecodeError as e:
-        raise ConfigError("--set", item, 'a TOML value, such as 3, 1e-3 or "text"') from e
-    if set(value) != {"x"}:
-        raise ConfigError("--set", item, "one value")
-    table[name] = value["x"]
-
-
-def _read[T](cls: type[T], table: dict[str, Any], where: str) -> T:
-    """A dataclass from a TOML table that has exactly its fields."""
-    kinds = typing.get_type_hints(cls)
-    for name in sorted(set(table) ^ set(kinds)):
-        found = "no such field" if name in table else "missing"
-        raise ConfigError(f"{where}.{name}", found, "fields " + ", ".join(kinds))
-    return cls(**{name: _value(table[name], kind, f"{where}.{name}") for name, kind in kinds.items()})
-
-
-def _value(value: Any, kind: Any, where: str) -> Any:
-    """`value` as a field's type: int, float, str, tuple[str, ...] or a Literal of strings."""
-    if typing.get_origin(kind) is Literal:
-        allowed = typing.get_args(kind)
-        if value not in allowed:
-            raise ConfigError(where, value, " or ".join(map(repr, allowed)))
-        return value
-    if kind == tuple[str, ...]:
-        if type(value) is not list or not all(type(v) is str for v in value):
-            raise ConfigError(where, value, "a list of strings")
-        return tuple(value)
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        raise ConfigError(where, value, {int: "an integer", float: "a number", str: "a string"}[kind])
-    return value

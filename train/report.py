@@ -72,7 +72,7 @@ def markdown(
     ]
     losses = [("as trained", evaluation.float_weights), ("INT4 experts", evaluation.int4_weights)]
     lines = [
-        f"# kimi-{recipe.name}",
+        f"# kimi-{recipe.name.removesuffix('-target')}",
         "",
         "Written by `python -m kimijax.train pretrain`; the answers are unedited.",
         "",
