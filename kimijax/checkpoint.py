@@ -26,13 +26,24 @@ from .checkpoint_writer import save
 from .config import Fp8BlockConfig, Int4Config, TargetConfig
 from .errors import CheckpointError, ConfigError
 from .memory import FreeMemory, check_memory, free_memory
-from .model import Target, declare_target
+from .model import Tables, Target, declare_target
 from .names import WRAPPER_PREFIX, Path, Piece, name_table, parameters, skip_reason
 from .quant import GROUP_SIZE, NIBBLES_PER_WORD, Rounding
 from .safetensors_io import DTYPES, INDEX_FILE, FilePool, TensorInfo, read_header
 from .sharding import parameter_sharding
 
-__all__ = ["Checked", "CheckpointIndex", "Kind", "check", "inspect", "load", "resolve", "save", "with_int4"]
+__all__ = [
+    "Checked",
+    "CheckpointIndex",
+    "Kind",
+    "check",
+    "inspect",
+    "load",
+    "load_tables",
+    "resolve",
+    "save",
+    "with_int4",
+]
 
 Kind = Literal["int4", "fp8", "plain"]
 
@@ -235,6 +246,28 @@ def load(
     return checked.target
 
 
+def load_tables(
+    directory: str | FilePath,
+    config: TargetConfig,
+    *,
+    mesh: Mesh | None = None,
+    dtype: Any = jnp.bfloat16,
+    free: FreeMemory = free_memory,
+) -> Tables:
+    """Embedding, final norm and head of a checkpoint directory; its layers are neither read nor checked.
+
+    Arguments and errors are `load`'s.
+    """
+    tables = Tables(config, jnp.dtype(dtype))
+    flat = parameters(tables)
+    leaves = resolve(inspect(directory), config, {p: v.get_value() for p, v in flat.items()}, int4=False, part=True)
+    shardings = {p: parameter_sharding(mesh, v.get_metadata()["axes"], leaves[p].shape) for p, v in flat.items()}
+    check_memory(flat, shardings, free)
+    arrays = read_leaves(leaves, shardings, rounding="reference", progress=False, threads=4)
+    nnx.update(tables, nnx.from_flat_state([(path, param.replace(arrays[path])) for path, param in flat.items()]))
+    return tables
+
+
 def with_int4(config: TargetConfig) -> TargetConfig:
     """The config of files whose routed experts are INT4: the files decide, also where the config says nothing of it.
 
@@ -249,7 +282,12 @@ def with_int4(config: TargetConfig) -> TargetConfig:
 
 
 def resolve(
-    index: CheckpointIndex, config: TargetConfig, declared: Mapping[Path, jax.ShapeDtypeStruct], *, int4: bool
+    index: CheckpointIndex,
+    config: TargetConfig,
+    declared: Mapping[Path, jax.ShapeDtypeStruct],
+    *,
+    int4: bool,
+    part: bool = False,
 ) -> dict[Path, Leaf]:
     """Where each declared parameter comes from.
 
@@ -258,10 +296,13 @@ def resolve(
       config: the model.
       declared: shape and dtype by path.
       int4: the routed experts are declared as words and scales.
+      part: only what is declared is wanted, and only that is checked.
     Raises:
       CheckpointError: lists every mismatch between files and declaration.
     """
     table = name_table(config, int4=int4)
+    if part:
+        table = {path: pieces for path, pieces in table.items() if path in declared}
     if table.keys() != declared.keys():
         raise ValueError(f"declaration and name table differ: {sorted(map(str, table.keys() ^ declared.keys()))}")
     check = _Checker(index, config)
@@ -269,7 +310,7 @@ def resolve(
         path: Leaf(path, s.shape, jnp.dtype(s.dtype), tuple(check.source(p, jnp.dtype(s.dtype)) for p in table[path]))
         for path, s in declared.items()
     }
-    check.finish()
+    check.finish(part)
     return leaves
 
 
@@ -334,11 +375,14 @@ class _Checker:
             self.bad["mistyped"].append(f"{name}: found {info.dtype}, expected {' or '.join(dtypes)}")
         return info
 
-    def finish(self) -> None:
-        """Reads the `weight_shape` tensors, looks for superfluous ones, and raises if anything was noted."""
+    def finish(self, part: bool) -> None:
+        """Reads the `weight_shape` tensors, looks for superfluous ones, and raises if anything was noted.
+
+        With `part` other tensors, and faults of files that hold nothing of what is wanted, are left alone.
+        """
         skipped: Counter[str] = Counter()
         for name in self.index.tensors:
-            if name in self.used:
+            if name in self.used or part:
                 continue
             reason = skip_reason(name, self.config)
             if reason is None:
@@ -350,16 +394,18 @@ class _Checker:
                 found = info.dtype in ("I32", "I64") and tuple(pool.read(info).tolist())
                 if found is not False and found != shape:
                     self.bad["misshapen"].append(f"{info.name}: says {list(found)}, expected {list(shape)}")
-        self.bad["files"] = [*self._absent_files(), *self.index.problems]
+        absent = self._absent_files(part)
+        self.bad["files"] = [*absent, *(self.index.problems if absent or not part else ())]
         if any(self.bad.values()):
             raise CheckpointError(self._message())
         for reason, count in sorted(skipped.items()):
             log.info("%s: %d %s tensors skipped", self.index.directory, count, reason)
 
-    def _absent_files(self) -> list[str]:
+    def _absent_files(self, part: bool) -> list[str]:
         """One line for each missing file whose tensors are needed, instead of one for each tensor."""
-        needed = Counter(f for n, f in self.index.absent.items() if skip_reason(n, self.config) is None)
-        example = {f: n for n, f in self.index.absent.items()}
+        absent = {n: f for n, f in self.index.absent.items() if not part or n in self.used}
+        needed = Counter(f for n, f in absent.items() if skip_reason(n, self.config) is None)
+        example = {f: n for n, f in absent.items()}
         return [f"{f.name}: holds {n} needed tensors, {example[f]} among them" for f, n in sorted(needed.items())]
 
     def _message(self) -> str:

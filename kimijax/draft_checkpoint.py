@@ -25,7 +25,7 @@ from .draft_config import DraftConfig, load_draft_config
 from .drafter import Drafter, borrow, declare_drafter, set_vocabulary, vocabulary_fault
 from .errors import CheckpointError, ConfigError
 from .memory import FreeMemory, check_memory, free_memory
-from .model import Target
+from .model import Tables
 from .names import Piece, Table, attention_pieces, mlp_pieces, parameters, viewed, whole
 from .safetensors_io import FilePool, TensorInfo
 from .sharding import parameter_sharding
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 def load_draft(
     directory: str | FilePath,
     wiring: Wiring,
-    target: Target,
+    target: Tables,
     *,
     own_embed: bool = False,
     mesh: Mesh | None = None,
@@ -103,7 +103,7 @@ def load_draft(
     return drafter
 
 
-def _check_target(config: DraftConfig, wiring: Wiring, target: Target) -> None:
+def _check_target(config: DraftConfig, wiring: Wiring, target: Tables) -> None:
     """Refuses a target of another vocabulary, width or depth before any file is opened."""
     t = target.config
     found = (t.vocab_size, t.hidden, t.n_layers)
@@ -204,7 +204,7 @@ class _Files:
         info = self.expect(piece.name, piece.shape, _FLOATS)
         return Source(piece, "plain", info or TensorInfo(self.index.directory, piece.name, "F32", (), 0))
 
-    def owns_embed(self, target: Target, allowed: bool) -> bool:
+    def owns_embed(self, target: Tables, allowed: bool) -> bool:
         """Whether the drafter has an embedding of its own; compares one that the files hold with the target's."""
         c, shape = self.config, (self.config.vocab_size, self.config.hidden)
         if c.hidden != c.target_hidden:

@@ -27,7 +27,7 @@ from .draft_attention import DraftAttention, DraftMLA, LlamaAttention, causal
 from .draft_config import DraftConfig
 from .errors import ConfigError
 from .layers import MLP, declare, declare_norm, linear, matmul_precision, rms_norm
-from .model import Target
+from .model import Tables
 from .names import parameters
 from .sharding import shard
 from .wiring import Wiring
@@ -235,7 +235,7 @@ def declare_drafter(
     return Drafter(config, wiring, jnp.dtype(dtype), own_embed=own_embed, own_head=own_head)
 
 
-def borrow(drafter: Drafter, target: Target) -> None:
+def borrow(drafter: Drafter, target: Tables) -> None:
     """Give the drafter the target's own arrays, without a copy, for the tables that it borrows.
 
     Raises:
@@ -274,7 +274,7 @@ def vocabulary_fault(ids: np.ndarray, config: DraftConfig) -> str:
     return ""
 
 
-def initialise_drafter(drafter: Drafter, target: Target, target_ids: Sequence[int] | np.ndarray, seed: int) -> Drafter:
+def initialise_drafter(drafter: Drafter, target: Tables, target_ids: Sequence[int] | np.ndarray, seed: int) -> Drafter:
     """A fresh drafter for training: norms of ones, the rest normal with the inverse root of the fan-in.
 
     Args:

@@ -56,15 +56,33 @@ class Output(NamedTuple):
     routing: tuple[Routing, ...]
 
 
-class Target(nnx.Module):
+class Tables(nnx.Module):
+    """The target without its layers: embedding, final norm and head, which is all that a drafter needs of it once its
+    hidden states are there. Declared abstractly, then filled by `checkpoint.load_tables`."""
+
+    def __init__(self, config: TargetConfig, dtype: jnp.dtype) -> None:
+        self.config = config
+        self.embed = declare((config.vocab_size, config.hidden), dtype, ("vocab", "hidden"), std=1.0)
+        self.norm = declare_norm(config.hidden, dtype)
+        self.lm_head = declare((config.vocab_size, config.hidden), dtype, ("vocab", "hidden"))
+
+    def logits(self, h: jax.Array) -> jax.Array:
+        """Final norm and head: h [B, T, D] (tap L) to float32 [B, T, V]."""
+        return self.head(rms_norm(h, self.norm[...], self.config.norm_eps))
+
+    def head(self, normed: jax.Array) -> jax.Array:
+        """The head alone: states [B, T, D] that went through the final norm to float32 [B, T, V]."""
+        with matmul_precision(normed.dtype):
+            logits = linear(normed, self.lm_head[...], jnp.dtype(jnp.float32))
+        return shard(logits, "batch", "replicated", "vocab")
+
+
+class Target(Tables):
     """The decoder. Declared abstractly by `declare_target`, then filled by a loader or by `initialise`."""
 
     def __init__(self, config: TargetConfig, dtype: jnp.dtype, int4_group: int | None) -> None:
-        self.config = config
-        self.embed = declare((config.vocab_size, config.hidden), dtype, ("vocab", "hidden"), std=1.0)
+        super().__init__(config, dtype)
         self.layers = nnx.List([Layer(config, i, dtype, int4_group) for i in range(config.n_layers)])
-        self.norm = declare_norm(config.hidden, dtype)
-        self.lm_head = declare((config.vocab_size, config.hidden), dtype, ("vocab", "hidden"))
 
     def __call__(
         self,
@@ -179,13 +197,6 @@ class Target(nnx.Module):
         if self.config.n_layers in taps:
             found[self.config.n_layers] = h
         return Hidden(h, found, tuple(routing))
-
-    def logits(self, h: jax.Array) -> jax.Array:
-        """Final norm and head: h [B, T, D] (tap L) to float32 [B, T, V]."""
-        x = rms_norm(h, self.norm[...], self.config.norm_eps)
-        with matmul_precision(x.dtype):
-            logits = linear(x, self.lm_head[...], jnp.dtype(jnp.float32))
-        return shard(logits, "batch", "replicated", "vocab")
 
 
 def check_taps(taps: Sequence[int], config: TargetConfig) -> None:

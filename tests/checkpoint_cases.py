@@ -10,7 +10,7 @@ import pytest
 from kimijax import checkpoint
 from kimijax.config import TargetConfig, load_config, parse_config
 from kimijax.errors import CheckpointError
-from kimijax.model import Target
+from kimijax.model import Tables
 from kimijax.names import Path, parameters
 from kimijax.safetensors_io import FilePool, read_header
 
@@ -19,7 +19,7 @@ from .golden import FAMILIES, text_config, write_tensors
 Tensors = dict[str, np.ndarray]
 
 
-def loaded(model: Target) -> dict[Path, Any]:
+def loaded(model: Tables) -> dict[Path, Any]:
     """A loaded model's arrays by path."""
     return {path: param.get_value() for path, param in parameters(model).items()}
 

@@ -103,6 +103,24 @@ def test_eight_devices_hold_their_slices(tmp_path: Path) -> None:
         assert len(arrays[path].addressable_shards) == 8
 
 
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_tables_load_without_the_layers(devices: int, tmp_path: Path) -> None:
+    directory = write_checkpoint("kimi_k25", tmp_path / "c", quantization="int4")
+    config = load_config(directory)
+    mesh = make_mesh() if devices > 1 else None
+    whole = checkpoint.load(directory, config, mesh=mesh, dtype=jnp.float32)
+    tables = checkpoint.load_tables(directory, config, mesh=mesh, dtype=jnp.float32)
+    assert set(loaded(tables)) == {("embed",), ("norm",), ("lm_head",)}
+    for path, array in loaded(tables).items():
+        assert array.sharding == loaded(whole)[path].sharding
+        assert np.array_equal(array, loaded(whole)[path])
+    h = jnp.linspace(-1, 1, config.hidden, dtype=jnp.float32)[None, None]
+    assert np.array_equal(tables.logits(h), whole.logits(h))
+    rewrite(directory, lambda t: {n: v for n, v in t.items() if not n.endswith("lm_head.weight")})
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        checkpoint.load_tables(directory, config)
+
+
 def test_cpu_devices_adopt_the_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: set[int] = set()
     original = checkpoint_reader._aligned
