@@ -7,6 +7,7 @@ difference is one error that shows both sides, field by field.
 
 import dataclasses
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -91,6 +92,11 @@ class Contract:
 
     def to_json(self) -> dict[str, Any]:
         return {"wiring": self.wiring.to_json(), "target": self.target.to_json(), "tokenizer": self.tokenizer}
+
+    @property
+    def digest(self) -> str:
+        """sha256 (hex) of the record, for comparisons that need no explanation."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     @classmethod
     def from_json(cls, data: object, where: str = "kimijax", also: frozenset[str] = frozenset()) -> "Contract":

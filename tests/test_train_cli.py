@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kimijax.errors import ConfigError
-from kimijax.train import cli, config, nano_corpus, report, run_record, stages
+from kimijax.train import cli, config, nano_corpus, report, run_record, stages, stopping
 
 from .micro_run import micro_recipe, recipe_text, write_corpus
 
@@ -144,7 +144,7 @@ def test_unknown_flags_and_stages_exit_2(arguments: list[str], capsys: pytest.Ca
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_is_the_usual_one(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with stages.StopRequest() as stop:
+    with stopping.StopRequest() as stop:
         assert not stop()
         os.kill(os.getpid(), number)
         assert stop()

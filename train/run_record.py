@@ -23,6 +23,7 @@ import kimijax
 from kimijax.errors import ConfigError
 
 from .config import Recipe
+from .draft_recipe import DraftRecipe
 
 FILE = "run.json"
 FORMAT = 1
@@ -35,7 +36,14 @@ _FIXED_PRETRAIN = ("seed", "rows", "row_tokens", "prompt_weight")
 class RunRecord:
     """The record of the session that is running; every change is written at once, atomically."""
 
-    def __init__(self, out: Path, recipe: Recipe, command: Sequence[str], inputs: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        out: Path,
+        recipe: Recipe | DraftRecipe,
+        command: Sequence[str],
+        inputs: Mapping[str, str],
+        stage: str = "pretrain",
+    ) -> None:
         """Append a session.
 
         Args:
@@ -43,10 +51,12 @@ class RunRecord:
           recipe: as it is used, overrides applied.
           command: the command line.
           inputs: SHA-256 by name of what the run reads.
+          stage: what was asked for.
         """
         self._path = out / FILE
         self._sessions = sessions(out)
         self._session: dict[str, Any] = {
+            "stage": stage,
             "command": list(command),
             "started": _now(),
             "commit": source_commit(),
@@ -148,7 +158,7 @@ def command_line() -> list[str]:
     return ["python", "-m", "kimijax.train", *sys.argv[1:]]
 
 
-def _plain(recipe: Recipe) -> dict[str, Any]:
+def _plain(recipe: Recipe | DraftRecipe) -> dict[str, Any]:
     """A recipe as JSON gives it back: lists for tuples."""
     return json.loads(json.dumps(dataclasses.asdict(recipe)))
 

@@ -6,9 +6,7 @@ A run's folder holds `corpus/`, `checkpoints/`, `metrics.jsonl`, `tensorboard/`,
 
 import json
 import math
-import signal
 import sys
-import types
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,35 +20,7 @@ from . import nano_corpus, report, run_record, target_export
 from .config import Recipe
 from .packing import Documents
 from .pretrain import Pretrainer, TrainState, check_steps, checkpoints, evaluate, last_step, restore, run
-
-
-class StopRequest:
-    """Within `with`, SIGINT and SIGTERM ask for an orderly stop; a second signal acts as if this were not there."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._before: dict[signal.Signals, types.FunctionType | object] = {}
-
-    def __call__(self) -> bool:
-        return self.requested
-
-    def __enter__(self) -> "StopRequest":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._ask)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._restore()
-
-    def _ask(self, number: int, _: types.FrameType | None) -> None:
-        self.requested = True
-        _say(f"{signal.Signals(number).name}: finishing this step, then saving; once more to stop at once")
-        self._restore()
-
-    def _restore(self) -> None:
-        while self._before:
-            number, handler = self._before.popitem()
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal itself returned
+from .stopping import StopRequest
 
 
 def pretrain(recipe: Recipe, out: Path, command: Sequence[str], *, install: bool = False) -> None:
