@@ -15,12 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from .attention import MAX_BLOCKS, MLA, QUERY_BLOCK, Query, masked_softmax
+from .attention import MLA, Query, masked_softmax
+from .chained_attention import by_head, chained
 from .config import TargetConfig
 from .draft_config import Llama3Scaling, LlamaAttentionConfig, LlamaYarn
 from .layers import declare, linear
 from .rope import rotation, softmax_scale
 from .sharding import shard
+
+type Inputs = tuple[jax.Array, ...]  # linear maps of u, [B, T, ...] each
 
 
 class LlamaAttention(nnx.Module):
@@ -36,12 +39,15 @@ class LlamaAttention(nnx.Module):
         std = (c.n_heads * c.head_dim) ** -0.5
         self.o = declare((hidden, c.n_heads, c.head_dim), dtype, ("hidden", "heads", "head_dim"), std=std)
 
-    def project(self, u: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Queries [B, T, N, H] and cache rows [B, T, C] of u [B, T, 2D] at int32 positions [B, T]."""
+    def inputs(self, x: jax.Array, columns: slice = slice(None)) -> Inputs:
+        """Queries, keys and values before rotation, of u [B, T, 2D] or of those of its columns that x is."""
+        parts = (linear(x, w[..., columns]) for w in (self.q[...], self.k[...], self.v[...]))
+        return tuple(shard(part, "batch", "replicated", "heads", "head_dim") for part in parts)
+
+    def project(self, inputs: Inputs, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Queries [B, T, N, H] and cache rows [B, T, C] at int32 positions [B, T]."""
         cos, sin = llama_rotation(positions, self.config)
-        q = shard(linear(u, self.q[...]), "batch", "replicated", "heads", "head_dim")
-        k = shard(linear(u, self.k[...]), "batch", "replicated", "heads", "head_dim")
-        v = shard(linear(u, self.v[...]), "batch", "replicated", "heads", "head_dim")
+        q, k, v = inputs
         rows = jnp.concatenate([rotate_halves(k, cos, sin), v], axis=-1)
         return rotate_halves(q, cos, sin), rows.reshape(*rows.shape[:2], -1)
 
@@ -70,10 +76,15 @@ class DraftMLA(MLA):
         self.o = declare(shape, dtype, ("hidden", "heads", "head_dim"), std=std)
         self.scale = softmax_scale(c)
 
-    def project(self, u: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Queries [B, T, N, nope + rope] and cache rows [B, T, R + rope] of u [B, T, 2D] at int32 positions [B, T]."""
+    def inputs(self, x: jax.Array, columns: slice = slice(None)) -> Inputs:
+        """The first products of queries and of latents, of u [B, T, 2D] or of those of its columns that x is."""
+        return tuple(linear(x, w[..., columns]) for w in (self.query_weight(), self.kv_a[...]))
+
+    def project(self, inputs: Inputs, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Queries [B, T, N, nope + rope] and cache rows [B, T, R + rope] at int32 positions [B, T]."""
         cos, sin = rotation(positions, self.config)
-        return jnp.concatenate(self.queries(u, cos, sin), axis=-1), self.latents(u, cos, sin)
+        query, latents = inputs
+        return jnp.concatenate(self.finish_queries(query, cos, sin), axis=-1), self.finish_latents(latents, cos, sin)
 
     def expand(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys [B, S, N, nope + rope] and values [B, S, N, v] of cache rows [B, S, R + rope]."""
@@ -124,7 +135,7 @@ def causal(
     segments: jax.Array | None,
     window: int | None,
 ) -> jax.Array:
-    """Attention of T tokens among themselves, block by block: keys that no query of a block sees are not multiplied.
+    """Attention of T tokens among themselves.
 
     Args:
       attention: whose rows these are.
@@ -136,20 +147,9 @@ def causal(
     Returns:
       [B, T, N, V].
     """
-    t = query.shape[1]
-    k, v = attention.expand(rows)
-    block = max(QUERY_BLOCK, -(-t // MAX_BLOCKS))
-    out: list[jax.Array] = []
-    for start in range(0, t, block):
-        stop = min(start + block, t)
-        first = 0 if window is None else max(0, start - window + 1)
-        visible = (jnp.arange(first, stop)[None] <= jnp.arange(start, stop)[:, None])[None]  # [1, t, s]
-        if segments is not None:
-            visible = visible & (segments[:, start:stop, None] == segments[:, None, first:stop])
-        if window is not None:
-            visible = visible & (positions[:, start:stop, None] - positions[:, None, first:stop] < window)
-        out.append(attend(query[:, start:stop], k[:, first:stop], v[:, first:stop], attention.scale, visible))
-    return jnp.concatenate(out, axis=1) if len(out) > 1 else out[0]
+    keys, values = map(by_head, attention.expand(rows))
+    segments = jnp.zeros_like(positions) if segments is None else segments
+    return chained(query, keys, values, (), (), positions, segments, attention.scale, window)
 
 
 def llama_frequencies(config: LlamaAttentionConfig) -> tuple[np.ndarray, float]:

@@ -23,7 +23,7 @@ from flax import nnx
 
 from .cache import CacheView, Window
 from .config import TargetConfig
-from .draft_attention import DraftAttention, DraftMLA, LlamaAttention, causal
+from .draft_attention import DraftAttention, DraftMLA, Inputs, LlamaAttention, causal
 from .draft_config import DraftConfig
 from .errors import ConfigError
 from .layers import MLP, declare, declare_norm, linear, matmul_precision, rms_norm
@@ -64,7 +64,7 @@ class Drafter(nnx.Module):
         self, config: DraftConfig, wiring: Wiring, dtype: jnp.dtype, *, own_embed: bool, own_head: bool
     ) -> None:
         c, d = config, config.hidden
-        self.config, self.wiring, self.dtype = config, wiring, dtype
+        self.config, self.wiring = config, wiring
         table, axes = (c.vocab_size, d), ("vocab", "hidden")
         if own_embed:
             self.embed = declare(table, dtype, axes, std=1.0)
@@ -90,6 +90,11 @@ class Drafter(nnx.Module):
         else:
             self.lm_head = Borrowed(jax.ShapeDtypeStruct((c.draft_vocab_size, d), dtype), axes=axes)
         self.target_ids = DraftVocabulary(jax.ShapeDtypeStruct((c.draft_vocab_size,), jnp.int32), axes=("replicated",))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """What the layer computes in: that of its matrices, whoever cast them."""
+        return self.fc.get_value().dtype
 
     def fuse(self, taps: Mapping[int, jax.Array]) -> jax.Array:
         """The features of the first step, from what the target returned: always through fc.
@@ -187,16 +192,47 @@ class Drafter(nnx.Module):
         Raises:
           ValueError: features of another shape, such as taps that were not fused.
         """
+
+        def inputs(normed: jax.Array) -> Inputs:
+            return self.attention.inputs(jnp.concatenate([self._embedded(ids), normed], axis=-1))
+
+        return self._layer(ids.shape, features, positions, attend, inputs)
+
+    def token_inputs(self, ids: jax.Array) -> Inputs:
+        """What the tokens int32 [B, T] add to the attention's inputs, for `run_on`: the same in every unrolled step."""
+        with matmul_precision(self.dtype), jax.named_scope("drafter"):
+            return self.attention.inputs(self._embedded(ids), slice(0, self.config.hidden))
+
+    def run_on(self, tokens: Inputs, features: jax.Array, positions: jax.Array, attend: Attend) -> DraftHidden:
+        """`run` on `token_inputs`, in place of the tokens."""
+
+        def inputs(normed: jax.Array) -> Inputs:
+            of_features = self.attention.inputs(normed, slice(self.config.hidden, None))
+            return tuple(a + b for a, b in zip(tokens, of_features, strict=True))
+
+        return self._layer(positions.shape, features, positions, attend, inputs)
+
+    def _embedded(self, ids: jax.Array) -> jax.Array:
+        e = shard(self.embed[...][ids].astype(self.dtype), "batch", "replicated", "hidden")
+        return rms_norm(e, self.embed_norm[...], self.config.norm_eps)
+
+    def _layer(
+        self,
+        shape: tuple[int, ...],
+        features: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        inputs: Callable[[jax.Array], Inputs],
+    ) -> DraftHidden:
+        """`inputs`: from the normed features to the attention's inputs."""
         c = self.config
-        if features.shape != (*ids.shape, c.hidden):
-            found, expected = list(features.shape), [*ids.shape, c.hidden]
+        if features.shape != (*shape, c.hidden):
+            found, expected = list(features.shape), [*shape, c.hidden]
             raise ValueError(f"features: found {found}, expected {expected}: taps go through `fuse` first")
         features = features.astype(self.dtype)
         with matmul_precision(self.dtype), jax.named_scope("drafter"):
-            e = shard(self.embed[...][ids].astype(self.dtype), "batch", "replicated", "hidden")
             normed = rms_norm(features, self.hidden_norm[...], c.norm_eps)
-            u = jnp.concatenate([rms_norm(e, self.embed_norm[...], c.norm_eps), normed], axis=-1)
-            query, rows = self.attention.project(u, positions)
+            query, rows = self.attention.project(inputs(normed), positions)
             residual = normed if c.norm_before_residual else features
             y = residual + self.attention.output(attend(self.attention, query, rows))
             z = y + self.mlp(rms_norm(y, self.post_norm[...], c.norm_eps))

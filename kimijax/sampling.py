@@ -1,15 +1,29 @@
 """Drawing tokens: pure functions of logits and per-row settings.
 
-A row's randomness is a function of (seed, position) alone, so that it does not depend on batch row, engine step or
-padding. Filters find their threshold by bisection over the bits of a float instead of sorting the vocabulary.
+A row's randomness is a function of (seed, position, purpose) alone, so that it does not depend on batch row, engine
+step or padding. Filters find their threshold by bisection over the bits of a float instead of sorting the vocabulary.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+
+class Purpose(IntEnum):
+    """Independent streams of random numbers for one position of a request.
+
+    TOKEN is the position's own key, as every program has drawn with that decodes without drafts; the others are folded
+    in. They lie above every id: the key that is folded with c is made of the same bits as TOKEN's noise for id c.
+    """
+
+    TOKEN = 0
+    DRAFT = 0x80000000  # what the drafter proposes
+    ACCEPT = 0x80000001  # whether that is accepted
+    RESIDUAL = 0x80000002  # what replaces it otherwise
 
 
 @jax.tree_util.register_dataclass
@@ -93,14 +107,62 @@ def _keep(p: jax.Array, threshold: jax.Array) -> jax.Array:
     return p / p.sum(axis=-1, keepdims=True)
 
 
-def gumbel(seed: jax.Array, position: jax.Array, size: int) -> jax.Array:
+def is_unfiltered(rows: SamplingRows) -> jax.Array:
+    """Rows without top_k, top_p and min_p: bool [B]."""
+    return (rows.top_k == 0) & (rows.top_p >= 1) & (rows.min_p <= 0)
+
+
+def is_greedy(rows: SamplingRows) -> jax.Array:
+    """Rows that take the most probable token: bool [B]. top_k 1 keeps all that tie for it, but means one token."""
+    return (rows.temperature < _COLDEST) | (rows.top_k == 1)
+
+
+def distribution(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Probabilities float32 [B, V] that rows draw from, those without filters to the bit whatever others ask for.
+
+    Args:
+      logits: float32 [B, V]; -inf where a token is ruled out.
+      rows: settings; greedy rows have no distribution, what they get means nothing.
+    """
+    unfiltered = is_unfiltered(rows)
+
+    def plain() -> jax.Array:
+        return jax.nn.softmax(_tempered(logits, rows), axis=-1)
+
+    def with_filters() -> jax.Array:
+        return jnp.where(unfiltered[:, None], plain(), filtered(logits, rows))
+
+    return jax.lax.cond((unfiltered | is_greedy(rows)).all(), plain, with_filters)
+
+
+def only_tokens(logits: jax.Array, n_tokens: int) -> jax.Array:
+    """Logits [..., V] with -inf at ids from `n_tokens` on, which belong to no token (a padded vocabulary)."""
+    v = logits.shape[-1]
+    if n_tokens >= v:
+        return logits
+    real = (jnp.arange(v) < n_tokens).reshape((1,) * (logits.ndim - 1) + (v,))
+    return jnp.where(real, logits, -jnp.inf)
+
+
+def gumbel(seed: jax.Array, position: jax.Array, size: int, purpose: Purpose = Purpose.TOKEN) -> jax.Array:
     """Gumbel noise float32 [B, size] of seeds uint32 [B, 2] at positions int32 [B]."""
+    return jax.vmap(lambda words, at: jax.random.gumbel(_key(words, at, purpose), (size,), jnp.float32))(seed, position)
 
-    def one(words: jax.Array, at: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), at)
-        return jax.random.gumbel(key, (size,), jnp.float32)
 
-    return jax.vmap(one)(seed, position)
+def uniform(seed: jax.Array, position: jax.Array, purpose: Purpose) -> jax.Array:
+    """One number float32 in [0, 1) for each of seeds uint32 [B, 2] at positions int32 [B]."""
+    return jax.vmap(lambda words, at: jax.random.uniform(_key(words, at, purpose), (), jnp.float32))(seed, position)
+
+
+def _key(words: jax.Array, position: jax.Array, purpose: Purpose) -> jax.Array:
+    key = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), position)
+    return key if purpose is Purpose.TOKEN else jax.random.fold_in(key, np.uint32(purpose))
+
+
+def draw_from(p: jax.Array, rows: SamplingRows, position: jax.Array, purpose: Purpose) -> jax.Array:
+    """One id a row, int32 [B], of weights p [B, V]: 0 is never drawn, and their sum does not matter."""
+    scores = jnp.where(p > 0, jnp.log(p), -jnp.inf)
+    return jnp.argmax(scores + gumbel(rows.seed, position, p.shape[-1], purpose), axis=-1).astype(jnp.int32)
 
 
 def sample(logits: jax.Array, rows: SamplingRows, position: jax.Array, n_tokens: int) -> jax.Array:
@@ -112,16 +174,13 @@ def sample(logits: jax.Array, rows: SamplingRows, position: jax.Array, n_tokens:
       position: int32 [B], index of the token being drawn in its request (prompt included).
       n_tokens: ids from here on belong to no token (a padded vocabulary) and are never drawn.
     """
-    v = logits.shape[-1]
-    if n_tokens < v:
-        logits = jnp.where((jnp.arange(v) < n_tokens)[None], logits, -jnp.inf)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # top_k 1 keeps every token that ties for the top, but means one token: the greedy one.
-    is_greedy = (rows.temperature < _COLDEST) | (rows.top_k == 1)
+    logits = only_tokens(logits, n_tokens)
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy, unfiltered = is_greedy(rows), is_unfiltered(rows)
 
     def draw(scores: jax.Array) -> jax.Array:
-        drawn = jnp.argmax(scores + gumbel(rows.seed, position, v), axis=-1).astype(jnp.int32)
-        return jnp.where(is_greedy, greedy, drawn)
+        noise = gumbel(rows.seed, position, logits.shape[-1])
+        return jnp.where(greedy, best, jnp.argmax(scores + noise, axis=-1).astype(jnp.int32))
 
     def plain() -> jax.Array:
         return draw(_tempered(logits, rows))
@@ -131,11 +190,10 @@ def sample(logits: jax.Array, rows: SamplingRows, position: jax.Array, n_tokens:
         return draw(jnp.where(filtered(logits, rows) > 0, _tempered(logits, rows), -jnp.inf))
 
     broken = jnp.isnan(logits.max(axis=-1))
-    unfiltered = (rows.top_k == 0) & (rows.top_p >= 1) & (rows.min_p <= 0)
     # The two conditions skip work on the device; the draw itself is the same with or without them.
     drawn = jax.lax.cond(
-        is_greedy.all(),
-        lambda: greedy,
-        lambda: jax.lax.cond((unfiltered | is_greedy).all(), plain, with_filters),
+        greedy.all(),
+        lambda: best,
+        lambda: jax.lax.cond((unfiltered | greedy).all(), plain, with_filters),
     )
     return jnp.where(broken, -1, drawn)

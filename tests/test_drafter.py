@@ -203,8 +203,8 @@ def test_blocks_of_queries_equal_one_block(tmp_path: Path, monkeypatch: pytest.M
         features = Programs(drafter).fuse(taps)
         whole = Programs(drafter).forward(ids, features)
         with monkeypatch.context() as patch:
-            patch.setattr("kimijax.draft_attention.QUERY_BLOCK", 3)
-            patch.setattr("kimijax.draft_attention.MAX_BLOCKS", 8)
+            patch.setattr("kimijax.chained_attention.QUERY_BLOCK", 3)
+            patch.setattr("kimijax.chained_attention.MAX_BLOCKS", 8)
             blocks = Programs(drafter).forward(ids, features)
         assert relative_error(blocks.logits, np.asarray(whole.logits)) < 1e-6
 
