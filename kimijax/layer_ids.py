@@ -250,6 +250,11 @@ def _count(r: Reader, hidden: int, fc_width: int | None) -> int | None:
     return fc_width // hidden
 
 
+def layer_id_lists(config: Mapping[str, Any], where: str = "config") -> dict[str, tuple[int, ...]]:
+    """Every list of layer ids in a draft's `config.json`: where it stands -> ids. ConfigError: a malformed one."""
+    return {key: ids for key, (ids, _) in _id_lists(Reader(config, where)).items()}
+
+
 def _id_lists(r: Reader) -> dict[str, tuple[tuple[int, ...], Convention | None]]:
     """Every list of layer ids in the file: where it stands -> ids, and the producer if only one uses that key.
 
