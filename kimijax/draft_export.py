@@ -62,7 +62,8 @@ def save_draft(
       form: "sglang" (`midlayer.` names) and "vllm" (`layers.0.`) write a Llama head as LlamaForCausalLMEagle3 and
         Eagle3LlamaForCausalLM, an MLA head as Eagle3DeepseekV2ForCausalLM; "speculators" its nested config.
       dtype: float dtype to write; None: as the parameters are.
-      with_embedding: also write the embedding if it is the target's. One of the draft's own is always written.
+      with_embedding: also write the embedding if it is the target's. One of the draft's own is always written, and
+        "speculators" always gets one: where the files have none, speculators 0.9 trains on uninitialised memory.
       with_head: likewise the head.
       verifier: the target, for "speculators".
       speculative_tokens: what a speculators config proposes.
@@ -75,7 +76,7 @@ def save_draft(
     directory, config = FilePath(directory), drafter.config
     arrays: dict[Path, jax.Array] = {path: param.get_value() for path, param in parameters(drafter).items()}
     _check_tables(config, form, own_embed=("embed",) in arrays, has_head=with_head or ("lm_head",) in arrays)
-    if with_embedding:
+    if with_embedding or form == "speculators":
         arrays["embed",] = drafter.embed.get_value()
     if with_head:
         arrays["lm_head",] = drafter.lm_head.get_value()
@@ -193,20 +194,31 @@ def _check_engines(config: DraftConfig, wiring: Wiring, form: DraftFormat) -> No
         refuse("hidden", config.hidden, f"the target's width {config.target_hidden}", "write it as sglang or vllm")
     if form == "sglang" and config.norm_before_residual:
         refuse("norm_before_residual", True, "False: SGLang does not read it", "write it as vllm or speculators")
+    if form == "sglang" and config.fused_width == config.hidden:
+        refuse("hidden", config.hidden, "another width than the fused taps': SGLang then takes them for features")
     if config.is_mla and config.norm_before_fc:
         refuse("norm_before_fc", True, "False: the engines' MLA heads do not have it", "train with fc_norm")
     if config.is_mla and config.window is not None:
         refuse("window", config.window, "None: the engines' MLA heads have no window")
-    if form == "sglang" and isinstance(a, TargetConfig) and a.q_lora_rank is None:
-        refuse("q_lora_rank", None, "a rank: SGLang's MLA head has no other queries", "write it as vllm")
+    if isinstance(a, TargetConfig) and a.q_lora_rank is None:
+        refuse("q_lora_rank", None, "a rank: SGLang has no other MLA head, and vLLM's loader fails on one without")
     if wiring.taps[0] == 1 and form != "speculators":
         refuse("taps", wiring.taps, "a first tap that is not 1: SGLang reads ids that begin with 1 as layers' outputs")
+    if wiring.taps[0] == 0 and form != "sglang":
+        refuse(
+            "taps", wiring.taps, "a first tap above 0: vLLM's DeepSeek target fails on one that no layer has added to"
+        )
     if wiring.taps[-1] == wiring.target_layers:
         refuse(
             "taps", wiring.taps, f"taps below {wiring.target_layers}: engines do not capture the last layer's output"
         )
     if form == "sglang" and config.window is not None:
-        flag = f"--speculative-draft-window-size {config.window}"
+        if config.window == 1:
+            refuse(
+                "window", 1, "at least 2: SGLang's flag says how far back a query sees, itself apart, and takes no 0"
+            )
+        # SGLang hands the flag to kernels that see that many keys *and* the query's own, as FlashAttention counts.
+        flag = f"--speculative-draft-window-size {config.window - 1}"
         log.warning("SGLang does not read the draft's window from its config: serve this draft with %s", flag)
 
 

@@ -28,7 +28,7 @@ ROUND_TRIPS: list[tuple[str, ref.Config, dict[str, Any]]] = [
     ("sglang", ref.LLAMA, {**EAGLE31, "rope_scaling": SCALED3}),
     ("sglang", ref.MLA, EAGLE31),
     ("vllm", ref.LLAMA, {**WINDOW, "rope_scaling": YARN, "norm_before_residual": True, "norm_before_fc": True}),
-    ("vllm", ref.MLA, {"norm_before_residual": True, "q_lora_rank": None, "draft_vocab_size": 40}),
+    ("vllm", ref.MLA, {"norm_before_residual": True, "draft_vocab_size": 40}),
     ("speculators", ref.LLAMA, {**WINDOW, "norm_before_residual": True, "norm_before_fc": True, "norm_output": True}),
 ]
 
@@ -74,7 +74,7 @@ def test_written_configs_say_what_engines_read(tmp_path: Path) -> None:
         assert written[form]["eagle_aux_hidden_state_layer_ids"] == [2, 5, 7]
         assert written[form]["torch_dtype"] == "bfloat16"
         names = {t.name for t in read_header(tmp_path / form / "model.safetensors")}
-        assert "embed_tokens.weight" not in names
+        assert ("embed_tokens.weight" in names) == (form == "speculators")
         assert {"d2t", "t2d", "lm_head.weight"} <= names
     assert written["sglang"]["architectures"] == ["LlamaForCausalLMEagle3"]
     assert written["vllm"]["architectures"] == ["Eagle3LlamaForCausalLM"]
@@ -104,9 +104,13 @@ REFUSED: list[tuple[str, ref.Config, dict[str, Any], tuple[int, ...], str]] = [
     ("speculators", ref.LLAMA, {"hidden_size": 48, "target_hidden_size": 64}, (2, 5, 7), "speculators: hidden"),
     ("sglang", ref.LLAMA, {"norm_before_residual": True}, (2, 5, 7), "SGLang does not read it"),
     ("sglang", ref.MLA, {"q_lora_rank": None}, (2, 5, 7), "sglang: q_lora_rank"),
+    ("vllm", ref.MLA, {"q_lora_rank": None}, (2, 5, 7), "vLLM's loader fails"),
     ("vllm", ref.MLA, {"norm_before_fc": True}, (2, 5, 7), "vllm: norm_before_fc"),
     ("sglang", ref.LLAMA, {}, (1, 5, 7), "SGLang reads ids that begin with 1"),
     ("vllm", ref.LLAMA, {}, (2, 5, 10), "taps below 10"),
+    ("vllm", ref.LLAMA, {}, (0, 5, 7), "a first tap above 0"),
+    ("sglang", ref.LLAMA, {"hidden_size": 192, "target_hidden_size": 64}, (2, 5, 7), "SGLang then takes them for feat"),
+    ("sglang", ref.LLAMA, {**WINDOW, "sliding_window": 1}, (2, 5, 7), "sglang: window: found 1"),
     ("gguf", ref.LLAMA, {}, (2, 5, 7), "form: found 'gguf'"),
 ]
 
@@ -150,4 +154,4 @@ def test_nothing_is_overwritten_or_left_half_written(tmp_path: Path, monkeypatch
 def test_sglang_is_told_of_the_window_by_a_flag(caplog: pytest.LogCaptureFixture) -> None:
     config = parse_draft_config({**ref.LLAMA, **WINDOW}, WIRING)
     draft_config_json(config, WIRING, "sglang", dtype=F32)
-    assert "--speculative-draft-window-size 4" in caplog.text
+    assert "--speculative-draft-window-size 3" in caplog.text

@@ -87,7 +87,8 @@ def test_goldens_notice_the_eps_of_the_latent_norms() -> None:
 def test_readme_lists_the_md5_of_every_file() -> None:
     listed = (HERE / "README.md").read_text().split("## MD5")[1]
     files = sorted(HERE.glob("*.npz"))
-    assert {f.stem for f in files} == {*FAMILIES, "int4"}
+    engines = {f"engines_{name}" for name in ("speculators", "vllm", "sglang", "trace")}
+    assert {f.stem for f in files} == {*FAMILIES, *engines, "int4"}
     for file in files:
         assert f"{hashlib.md5(file.read_bytes()).hexdigest()}  {file.name}" in listed
         assert file.stat().st_size < 250_000
