@@ -48,18 +48,27 @@ class MLA(nnx.Module):
 
     def queries(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> Query:
         """x [B, T, D], cos and sin [B, T, rope / 2]."""
-        c = self.config
-        if c.q_lora_rank is None:
-            q = linear(x, self.q[...])
-        else:
-            q = linear(rms_norm(linear(x, self.q_a[...]), self.q_a_norm[...], c.latent_norm_eps), self.q_b[...])
-        q = shard(q, "batch", "replicated", "heads", "head_dim")  # [B, T, N, nope + rope]
-        return Query(q[..., : c.nope_dim], rotate(q[..., c.nope_dim :], cos[..., None, :], sin[..., None, :]))
+        return self.finish_queries(linear(x, self.query_weight()), cos, sin)
 
     def latents(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         """What is cached of x [B, T, D]: the normed latent, then the rotated key: [B, T, R + rope]."""
+        return self.finish_latents(linear(x, self.kv_a[...]), cos, sin)
+
+    def query_weight(self) -> jax.Array:
+        """The first matrix of the queries' path: [q rank, D], or [N, nope + rope, D] without q-LoRA."""
+        return (self.q if self.config.q_lora_rank is None else self.q_a)[...]
+
+    def finish_queries(self, q: jax.Array, cos: jax.Array, sin: jax.Array) -> Query:
+        """From the product with `query_weight`."""
         c = self.config
-        kv = linear(x, self.kv_a[...])
+        if c.q_lora_rank is not None:
+            q = linear(rms_norm(q, self.q_a_norm[...], c.latent_norm_eps), self.q_b[...])
+        q = shard(q, "batch", "replicated", "heads", "head_dim")  # [B, T, N, nope + rope]
+        return Query(q[..., : c.nope_dim], rotate(q[..., c.nope_dim :], cos[..., None, :], sin[..., None, :]))
+
+    def finish_latents(self, kv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        """From the product with `kv_a`."""
+        c = self.config
         latent = rms_norm(kv[..., : c.kv_lora_rank], self.kv_a_norm[...], c.latent_norm_eps)
         return jnp.concatenate([latent, rotate(kv[..., c.kv_lora_rank :], cos, sin)], axis=-1)
 

@@ -18,6 +18,7 @@ from .tokenizer import Tokenizer, read_json_object
 log = logging.getLogger(__name__)
 
 NANO = Path(__file__).parent / "nano"
+NANO_DRAFTER = NANO / "drafter"
 
 
 @dataclass(frozen=True)

@@ -79,3 +79,9 @@ def shard(x: jax.Array, *axes: str) -> jax.Array:
     if mesh.empty:
         return x
     return jax.lax.with_sharding_constraint(x, partition(axes))
+
+
+def n_replicas() -> int:
+    """Into how many parts the current mesh splits a batch; 1 where no mesh is set."""
+    mesh, axis = jax.sharding.get_abstract_mesh(), TENSOR_PARALLEL["batch"]
+    return 1 if mesh.empty or axis is None else mesh.shape[axis]

@@ -6,13 +6,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kimijax.errors import CheckpointError, ConfigError, TemplateError, TokenizerError
+from kimijax.errors import CheckpointError, ConfigError, RequestError, TemplateError, TokenizerError
+from kimijax.layer_ids import CONVENTIONS
 
-from . import stages
+from . import draft_stages, stages
 from .config import load_recipe
+from .draft_recipe import load_draft_recipe
+from .feature_import import LAYOUTS, ImportOptions
 from .run_record import command_line
 
 RUNS = Path("runs")  # in the current directory
+IMPORT = "import-features"
 STAGES = {
     "pretrain": (stages.pretrain, "train a small target from scratch, then evaluate, export and report it"),
     "export-pretrained": (stages.export_pretrained, "evaluate, export and report a run's newest checkpoint"),
@@ -23,7 +27,9 @@ def parser() -> argparse.ArgumentParser:
     """The stages and their options."""
     top = argparse.ArgumentParser(prog="python -m kimijax.train", description="Train models and drafters.")
     commands = top.add_subparsers(dest="stage", required=True, metavar="STAGE")
-    for name, (_, help_text) in STAGES.items():
+    helps = {name: stage.help for name, stage in draft_stages.STAGES.items()}
+    helps |= {draft_stages.ALL: "all stages of a drafter, from corpus to export"}
+    for name, help_text in {**{name: text for name, (_, text) in STAGES.items()}, **helps}.items():
         command = commands.add_parser(name, help=help_text, description=help_text)
         command.add_argument("--recipe", required=True, help="name of a recipe, or the path of a .toml file")
         command.add_argument(
@@ -32,8 +38,28 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--set", action="append", default=[], metavar="TABLE.FIELD=VALUE", help="change a field of the recipe"
         )
-        command.add_argument("--install", action="store_true", help="make the result the embedded model")
+        command.add_argument("--install", action="store_true", help="make the result the embedded model, or its draft")
+        if name in helps:
+            command.add_argument(
+                "--online", action="store_true", help="no files of features: the same as features.source = online"
+            )
+    about = "read the hidden states that another trainer stored"
+    _add_import(commands.add_parser(IMPORT, help=about, description=about))
     return top
+
+
+def _add_import(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--layout", required=True, help="who wrote the files: " + ", ".join(LAYOUTS))
+    command.add_argument("--source", type=Path, required=True, help="their folder")
+    command.add_argument("--model", required=True, help="the target that they are of: a checkpoint's folder, or nano")
+    command.add_argument("--layer-ids", type=int, nargs="+", required=True, help="of the streams, in the files' order")
+    command.add_argument(
+        "--layer-id-convention", required=True, choices=sorted(CONVENTIONS), help="whose numbering the ids are"
+    )
+    command.add_argument("--masks", type=Path, help="JSON lines with input_ids and loss_mask, for speculators")
+    command.add_argument("--heldout", type=int, default=64, help="files kept for evaluation (default: %(default)s)")
+    command.add_argument("--dtype", default="bfloat16", help="of what is stored (default: %(default)s)")
+    command.add_argument("--out", type=Path, required=True, help="the run's folder")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,15 +67,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     # Orbax reports every file it writes, and warns of opening a folder only to read it.
     logging.getLogger("absl").setLevel(logging.ERROR)
-    stage, _ = STAGES[args.stage]
     try:
-        recipe = load_recipe(args.recipe, args.set)
-        out = RUNS / recipe.name if args.out is None else args.out
-        stage(recipe, out, command_line(), install=args.install)
-    except (ConfigError, CheckpointError, TokenizerError, TemplateError) as e:
+        if args.stage == IMPORT:
+            options = ImportOptions(
+                layout=args.layout,
+                source=args.source,
+                model=args.model,
+                layer_ids=tuple(args.layer_ids),
+                convention=args.layer_id_convention,
+                masks=args.masks,
+                heldout=args.heldout,
+                dtype=args.dtype,
+            )
+            draft_stages.run_import(options, args.out)
+        elif args.stage in STAGES:
+            recipe = load_recipe(args.recipe, args.set)
+            stage, _ = STAGES[args.stage]
+            stage(recipe, args.out or RUNS / recipe.name, command_line(), install=args.install)
+        else:
+            overrides = [*args.set, 'features.source="online"'] if args.online else args.set
+            recipe = load_draft_recipe(args.recipe, overrides)
+            draft_stages.run(args.stage, recipe, args.out or RUNS / recipe.name, command_line(), install=args.install)
+    except (ConfigError, CheckpointError, TokenizerError, TemplateError, RequestError) as e:
         print(f"kimijax.train: {e}", file=sys.stderr)
         return 2
-    except FloatingPointError as e:
+    except (FloatingPointError, OSError) as e:
         print(f"kimijax.train: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -46,7 +46,7 @@ class DraftTarget:
             raise ConfigError("target.max_tokens", recipe.target.max_tokens, expected)
         tokenizer, chat = load_tokenizer(directory, config)
         if tokenizer is None or chat is None:
-            missing = "a chat template" if tokenizer else "tiktoken.model"
+            missing = "chat template" if tokenizer else "tiktoken.model"
             raise TokenizerError(f"{directory}: found no {missing}, expected one: training is on conversations")
         return DraftTarget(recipe, directory, config, tokenizer, chat, recipe.target.wiring(config))
 

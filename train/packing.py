@@ -1,5 +1,6 @@
 """Documents packed into rows of fixed length: no document is cut unless it is longer than a row, none sees another."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,10 +53,22 @@ def pack(documents: Documents, row_tokens: int, prompt_weight: float, rng: np.ra
     spans = _spans(documents.offsets, size)
     if rng is not None:
         spans = spans[rng.permutation(len(spans))]
-    rows: list[list[tuple[int, int]]] = []
+    rows = [[tuple(spans[i].tolist()) for i in row] for row in plan(np.diff(spans)[:, 0].tolist(), size)]
+    return _fill(documents, rows, size, prompt_weight)
+
+
+def plan(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Which documents go into which row of `size` tokens: each, in the order given, into the fullest open row it fits.
+
+    Args:
+      lengths: tokens of each document, at most `size`.
+      size: of a row.
+    Returns:
+      Indices of documents, a list a row.
+    """
+    rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (tokens left, row)
-    for start, stop in spans.tolist():
-        length = stop - start
+    for i, length in enumerate(lengths):
         fits = [(left, r) for left, r in open_rows if left >= length]
         if fits:
             left, r = min(fits)
@@ -63,12 +76,12 @@ def pack(documents: Documents, row_tokens: int, prompt_weight: float, rng: np.ra
         else:
             left, r = size, len(rows)
             rows.append([])
-        rows[r].append((start, stop))
+        rows[r].append(i)
         if left - length > 8:  # shorter documents do not exist
             open_rows.append((left - length, r))
         if len(open_rows) > OPEN_ROWS:
             open_rows.remove(min(open_rows))
-    return _fill(documents, rows, size, prompt_weight)
+    return rows
 
 
 def _spans(offsets: np.ndarray, size: int) -> np.ndarray:

@@ -264,7 +264,8 @@ def run(
         step = int(state.step)
         if done is not None:
             print(f"resumed at step {step} of {config.steps}", file=sys.stderr, flush=True)
-        with MetricsLog(out, step) as log:
+        step_tokens = config.rows * config.row_tokens
+        with MetricsLog(out, step, step * step_tokens) as log:
             for batch in batches(train, config, step):
                 if step >= config.steps:
                     break
@@ -275,7 +276,8 @@ def run(
                 saves = last or step % config.save_every == 0
                 # The loss is looked at before every save as well: a checkpoint must be worth resuming from.
                 if saves or step % config.log_every == 0:
-                    log.step(step, config, {name: float(v) for name, v in metrics._asdict().items()})
+                    values = {name: float(v) for name, v in metrics._asdict().items()}
+                    log.step(step, config.steps, step * step_tokens, values)
                 if step == config.steps or step % config.eval_every == 0:
                     for name, int4 in (("float", False), ("int4", True)):
                         held = evaluate(trainer, state.params, heldout, token_bytes, int4=int4)

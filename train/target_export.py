@@ -120,7 +120,7 @@ def export_target(params: nnx.State, recipe: Recipe, corpus: Path, directory: Pa
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
         written = Path(scratch) / directory.name
         checkpoint.save(arrays, written, config_json(recipe), dtype=jnp.bfloat16, int4="quantize", files=files)
-        _swap(written, directory, Path(scratch) / "old")
+        swap(written, directory, Path(scratch) / "old")
 
 
 def install(export: Path, directory: Path = NANO) -> None:
@@ -140,10 +140,10 @@ def install(export: Path, directory: Path = NANO) -> None:
                 shutil.copytree(entry, staged / entry.name)
             else:
                 shutil.copy2(entry, staged / entry.name)
-        _swap(staged, directory, Path(scratch) / "old")
+        swap(staged, directory, Path(scratch) / "old")
 
 
-def _swap(new: Path, directory: Path, old: Path) -> None:
+def swap(new: Path, directory: Path, old: Path) -> None:
     """Put `new` in the place of `directory`, which moves to `old`. Neither is ever seen half written."""
     if directory.exists():
         directory.replace(old)

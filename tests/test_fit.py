@@ -1,0 +1,259 @@
+"""The trainer of drafters: what an update changes, and that a mesh, micro-batches or stored states do not matter."""
+
+import dataclasses
+import functools
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from kimijax.errors import ConfigError
+from kimijax.layers import rms_norm
+from kimijax.names import parameters
+from kimijax.train import fit_optimizer, placement
+from kimijax.train.dataset import RowBatch, Rows, TokenDocuments
+from kimijax.train.draft_recipe import DraftRecipe
+from kimijax.train.fit import evaluate
+from kimijax.train.fit_progress import Progress, summary
+from kimijax.train.fitter import Fitter
+
+from . import fit_cases as cases
+
+EQUAL = 1e-5  # float32 sums in another order, relative to the largest value
+T = cases.FIT["row_tokens"]
+
+
+@functools.cache
+def states() -> cases.States:
+    return cases.States(cases.documents())
+
+
+@functools.cache
+def batch() -> RowBatch[np.ndarray]:
+    return rows_of()[0]
+
+
+def rows_of(source: Any = None, **arguments: Any) -> Rows:
+    settings: dict[str, Any] = {"rows": 8, "row_tokens": T, "seed": 0} | arguments
+    return Rows(states() if source is None else source, **settings)
+
+
+def fitter_of(recipe: DraftRecipe, **arguments: Any) -> Fitter:
+    return cases.fitter(recipe, 100, **arguments)
+
+
+@pytest.fixture(scope="module")
+def fitter() -> Fitter:
+    return fitter_of(cases.recipe())
+
+
+def leaves(tree: Any) -> dict[str, np.ndarray]:
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def assert_close(found: Any, expected: Any, limit: float = EQUAL) -> None:
+    a, b = leaves(found), leaves(expected)
+    assert a.keys() == b.keys()
+    for name in a:
+        scale = np.abs(b[name]).max() + 1e-12
+        assert np.abs(a[name] - b[name]).max() <= limit * scale, name
+
+
+def first_update(fitter: Fitter, batch: RowBatch[np.ndarray]) -> dict[str, Any]:
+    """Loss, counts and gradient of a fresh state's first update; the gradient as AdamW's first moment has it."""
+    state, metrics = fitter.step(fitter.create(), batch)
+    moment = jax.tree.map(lambda x: x / (1 - fitter.fit.beta1), state.optimizer[1][0].mu)
+    # The change of the parameters is left out: where a gradient is nearly 0, its sign is all that AdamW sees.
+    return {"gradient": moment, **metrics._replace(update_norm=metrics.loss)._asdict()}
+
+
+def test_an_update_changes_every_parameter_and_nothing_else(fitter: Fitter) -> None:
+    state = fitter.create()
+    before = leaves(state.params)
+    lent = leaves(fitter.drafter(state.params).embed.get_value())
+    drafter = fitter.drafter(state.params)
+    assert {"embed", "target_ids"} & {str(path[0]) for path in parameters(drafter)} == set()
+    assert len(before) == len(parameters(drafter))
+    after, metrics = fitter.step(state, batch())
+    assert int(after.step) == 1
+    assert all((leaves(after.params)[name] != before[name]).any() for name in before)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(after.params))
+    assert leaves(fitter.drafter(after.params).embed.get_value())[""].tobytes() == lent[""].tobytes()
+    # All that is saved: parameters, two moments of each, the counts of AdamW and its schedule, the step.
+    assert len(jax.tree.leaves(after)) == 3 * len(before) + 3
+    assert float(metrics.gradient_norm) > 0
+    assert int(metrics.masked_rows) == 0
+
+
+@pytest.mark.parametrize(
+    "head", [pytest.param(cases.LLAMA, id="llama"), pytest.param(cases.MLA, id="mla", marks=pytest.mark.slow)]
+)
+def test_it_learns(head: dict[str, Any], fitter: Fitter) -> None:
+    """The documents go on as they began, which is all that there is to learn; held-out ones are others."""
+    updates, heldout = rows_of(epochs=20), cases.heldout_rows()
+    if head is not cases.LLAMA:
+        fitter = fitter_of(cases.recipe(head))
+    state = fitter.create()
+    first = evaluate(fitter, state, heldout)
+    for i in range(len(updates)):
+        state, _ = fitter.step(state, updates[i])
+    last = evaluate(fitter, state, heldout)
+    assert last["loss/0"] < 0.4 * first["loss/0"]
+    assert last["length/sampled_k2"] > 1.2 * first["length/sampled_k2"]
+    assert last["length/greedy_k2"] > 0.2 > first["length/greedy_k2"]
+    assert last["valid_rows"] == first["valid_rows"] > 100
+
+
+def test_rows_without_loss_are_counted_and_change_nothing(fitter: Fitter) -> None:
+    """One masked row: the others' gradient. All of them: loss 0, gradient 0, finite parameters."""
+    one = np.zeros((1, 8, T), bool)
+    one[:, 3] = True
+    masked = batch()._replace(mask=batch().mask & ~one)
+    gone = masked._replace(segments=np.where(one, -1, batch().segments))
+    found, expected = first_update(fitter, masked), first_update(fitter, gone)
+    # Rows of padding alone are not rows without loss: there is nothing in them to be learned.
+    assert (int(found.pop("masked_rows")), int(expected.pop("masked_rows"))) == (1, 0)
+    assert_close(found, expected)
+    nothing = first_update(fitter, batch()._replace(mask=batch().mask & False))
+    assert all((x == 0).all() for x in leaves(nothing["gradient"]).values())
+    assert (float(nothing["loss"]), float(nothing["gradient_norm"]), int(nothing["masked_rows"])) == (0.0, 0.0, 8)
+    after, _ = fitter.step(fitter.create(), batch()._replace(mask=batch().mask & False))
+    assert all(np.isfinite(x).all() for x in leaves(after).values())
+
+
+def test_micro_batches_add_up_to_the_big_batch(fitter: Fitter) -> None:
+    halves = fitter_of(cases.recipe(rows=4, accumulate=2))
+    assert_close(first_update(halves, rows_of(rows=4, accumulate=2)[0]), first_update(fitter, batch()))
+
+
+@pytest.mark.parametrize(("data", "fsdp"), [pytest.param(8, False, marks=pytest.mark.slow), (8, True), (4, True)])
+def test_a_mesh_changes_nothing(fitter: Fitter, data: int, fsdp: bool) -> None:
+    recipe = cases.recipe(data_parallel=data, fsdp=fsdp)
+    spread = fitter_of(recipe, mesh=placement.fit_mesh(recipe.fit, 8))
+    found = first_update(spread, batch())
+    assert_close(found, first_update(fitter, batch()))
+    state = spread.create()
+    placed = {name: cast(NamedSharding, x.sharding).spec for name, x in arrays(state.params).items()}
+    split = "data" if fsdp else None
+    assert placed["['fc'].value"] == PartitionSpec(None, split)
+    if data < 8:
+        assert placed["['lm_head'].value"] == PartitionSpec("tensor", split)
+    for name, x in arrays(found["gradient"]).items():
+        assert x.sharding.is_equivalent_to(arrays(state.params)[name].sharding, x.ndim), name
+    if fsdp:
+        whole = sum(x.nbytes for x in jax.tree.leaves(state))
+        here = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+        assert here < 1.3 * whole / 8
+
+
+def arrays(tree: Any) -> dict[str, jax.Array]:
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def test_the_dimension_that_fsdp_splits() -> None:
+    split = placement.split_over_data
+    assert split(PartitionSpec(None, None), (32, 96), 4) == PartitionSpec(None, "data")
+    assert split(PartitionSpec("tensor", None), (96, 32), 4) == PartitionSpec("tensor", "data")
+    assert split(PartitionSpec(None, None), (32, 32), 4) == PartitionSpec("data", None)
+    assert split(PartitionSpec(None, None), (32, 90), 4) == PartitionSpec("data", None)
+    assert split(PartitionSpec(None), (6,), 4) == PartitionSpec(None)
+    assert split(PartitionSpec(), (8,), 4) == PartitionSpec("data")
+
+
+def test_meshes_that_cannot_be() -> None:
+    def refused(devices: int, names: str, **fit: Any) -> None:
+        recipe = cases.recipe(**fit)
+        with pytest.raises(ConfigError, match=names):
+            fitter_of(recipe, mesh=placement.fit_mesh(recipe.fit, devices))
+
+    refused(16, r"target.devices: found 16, expected at most 8")
+    refused(8, r"fit.data_parallel: found 3, expected a divisor of target.devices \(8\)", data_parallel=3, rows=9)
+    refused(8, r"mesh axis tensor: found 8, expected a divisor of heads")  # 4 heads
+    assert placement.fit_mesh(cases.recipe().fit, 1) is None
+
+
+def test_online_is_files(fitter: Fitter) -> None:
+    """The target inside the program, on a mesh, gives what its stored states give."""
+    tokens = rows_of(TokenDocuments(cases.documents()))[0]
+    assert tokens.taps == {}
+    recipe = cases.recipe(source="online", data_parallel=4)
+    online = fitter_of(recipe, mesh=placement.fit_mesh(recipe.fit, 8), online=cases.target())
+    expected = fitter.sums(fitter.create().params, batch())
+    assert_close(online.sums(online.create().params, tokens), expected)
+    with pytest.raises(ValueError, match="no hidden states"):
+        fitter.step(fitter.create(), tokens)
+
+
+def test_last_states_that_are_normed_already(fitter: Fitter) -> None:
+    config, norm = cases.target().config, cases.target().norm.get_value()
+    assert batch().last is not None
+    normed = np.asarray(rms_norm(jnp.asarray(batch().last), norm, config.norm_eps))
+    again, params = fitter_of(cases.recipe(), last_is_normed=True), fitter.create().params
+    expected = fitter.sums(params, batch())
+    assert_close(again.sums(params, batch()._replace(last=normed)), expected)
+    assert abs(float(again.sums(params, batch()).loss[0]) - float(expected.loss[0])) > 1e-3
+
+
+def test_bfloat16_computes_and_float32_is_kept(fitter: Fitter) -> None:
+    half = fitter_of(cases.recipe(compute_dtype="bfloat16"))
+    found, expected = first_update(half, batch()), first_update(fitter, batch())
+    assert 0 < abs(float(found["loss"]) - float(expected["loss"])) < 2e-2 * float(expected["loss"])
+    assert {x.dtype for x in jax.tree.leaves(found["gradient"])} == {np.dtype(np.float32)}
+    params = half.create().params
+    assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype(np.float32)}
+    assert half.drafter(params, jnp.bfloat16).fc.get_value().dtype == jnp.bfloat16
+
+
+def test_what_is_not_finite_stops_the_run(fitter: Fitter) -> None:
+    taps = {tap: x.copy() for tap, x in batch().taps.items()}
+    taps[1][0, 2, 9] = np.inf
+    _, metrics = fitter.step(fitter.create(), batch()._replace(taps=taps))
+    with pytest.raises(FloatingPointError, match=r"step 7: loss nan.*on rows \[4, 1\] of the plan.*learning_rate"):
+        Progress(2).add(7, metrics, 100, [4, 1])
+
+
+def test_schedules() -> None:
+    recipe = cases.recipe(learning_rate=2.0, warmup_share=0.1, final_share=0.25).fit
+    cosine = fit_optimizer.schedule(recipe, 100)
+    values = [float(cosine(done)) for done in (0, 4, 9, 54, 99)]
+    np.testing.assert_allclose(values, [0.2, 1.0, 2.0, 1.25, 0.5], rtol=1e-6)
+    wsd = fit_optimizer.schedule(dataclasses.replace(recipe, schedule="wsd", decay_share=0.2), 100)
+    values = [float(wsd(done)) for done in (0, 9, 50, 79, 89, 99)]
+    np.testing.assert_allclose(values, [0.2, 2.0, 2.0, 2.0, 1.25, 0.5], rtol=1e-6)
+    flat = fit_optimizer.schedule(dataclasses.replace(recipe, schedule="wsd", warmup_share=0.0, decay_share=0.0), 10)
+    assert [float(flat(done)) for done in (0, 9)] == [2.0, 2.0]
+
+
+def test_decay_is_for_matrices(fitter: Fitter) -> None:
+    """Also the norms before fc, which are stacked into a matrix, are not drawn to 0."""
+    params = fitter.create().params
+    zero = jax.tree.map(jnp.zeros_like, params)
+    optimizer = fit_optimizer.make_optimizer(cases.recipe(weight_decay=0.5, learning_rate=1.0, warmup_share=0.0).fit, 9)
+    with jax.numpy_dtype_promotion("standard"):
+        changes, _ = optimizer.update(zero, optimizer.init(params), params)
+    for name, change in leaves(changes).items():
+        assert (change != 0).any() == ("norm" not in name), name
+    assert leaves(params)["['fc_norm'].value"].ndim == 2
+
+
+def test_a_summary_is_rates_and_lengths() -> None:
+    sums = {"loss": [8.0, 4.0], "valid": [4.0, 2.0], "correct": [2.0, 1.0], "accepted": [3.0, 0.5]}
+    found = summary({name: np.array(values) for name, values in sums.items()})
+    assert (found["loss/1"], found["acc/0"], found["accept/1"], found["valid_rows"]) == (2.0, 0.5, 0.25, 4.0)
+    assert (found["length/greedy_k2"], found["length/greedy_k2_with_bonus"]) == (0.75, 1.75)
+    assert found["length/sampled_k2"] == pytest.approx(0.75 + 0.75 * 0.25)
+    empty = summary({name: np.zeros(4) for name in sums})
+    assert (empty["acc/0"], empty["length/sampled_k3_with_bonus"], empty["valid_rows"]) == (0.0, 1.0, 0.0)
+
+
+def test_a_fresh_state_is_a_function_of_the_seed(fitter: Fitter) -> None:
+    def bits(fitter: Fitter) -> list[bytes]:
+        return [x.tobytes() for x in leaves(fitter.create().params).values()]
+
+    assert bits(fitter) == bits(fitter_of(cases.recipe()))
+    assert bits(fitter) != bits(fitter_of(cases.recipe(seed=1)))
+    assert nnx.state(fitter.drafter(fitter.create().params), nnx.Param).keys() == fitter.create().params.keys()
