@@ -27,19 +27,15 @@ import numpy as np
 import kimijax
 from kimijax.checkpoint import load
 from kimijax.config import load_config
-from kimijax.train.dataset import RowBatch
-from kimijax.train.draft_recipe import DraftRecipe, load_draft_recipe
-from kimijax.train.features import hidden_states
-from kimijax.train.fitter import Fitter
-from kimijax.train.host_memory import keep_freed_memory
+from kimijax.train import dataset, draft_recipe, features, fitter, host_memory
 from kimijax.wiring import Wiring
 
 _DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 
-def recipe(args: argparse.Namespace) -> DraftRecipe:
+def recipe(args: argparse.Namespace) -> draft_recipe.DraftRecipe:
     """The recipe of nano's drafter with the sizes that are measured."""
-    base = load_draft_recipe("nano")
+    base = draft_recipe.load_draft_recipe("nano")
     draft = dataclasses.replace(
         base.draft, kind="llama", n_heads=8, n_kv_heads=4, head_dim=32, rope_theta=1e4, mlp_width=512,
         max_positions=8192, fc_norm=False, norm_before_fc=False, norm_before_residual=False, norm_output=False,
@@ -54,7 +50,7 @@ def recipe(args: argparse.Namespace) -> DraftRecipe:
     return dataclasses.replace(base, draft=draft, fit=fit, target=target)
 
 
-def rows(args: argparse.Namespace, directory: Path) -> tuple[Any, Wiring, RowBatch[np.ndarray]]:
+def rows(args: argparse.Namespace, directory: Path) -> tuple[Any, Wiring, dataset.RowBatch[np.ndarray]]:
     """The target, the wiring, and one update's rows: random tokens below the draft vocabulary's end."""
     target = load(directory, load_config(directory), dtype=_DTYPES[args.dtype])
     n = target.config.n_layers
@@ -62,9 +58,9 @@ def rows(args: argparse.Namespace, directory: Path) -> tuple[Any, Wiring, RowBat
     ids = np.random.default_rng(0).integers(16, args.draft_vocab, (args.batch, args.seq)).astype(np.int32)
     segments = np.zeros_like(ids)
     positions = np.broadcast_to(np.arange(args.seq, dtype=np.int32), ids.shape)
-    taps, last = hidden_states(target, *(jnp.asarray(x) for x in (ids, positions, segments)), wiring)
+    taps, last = features.hidden_states(target, *(jnp.asarray(x) for x in (ids, positions, segments)), wiring)
     one = jax.tree.map(lambda x: np.asarray(x)[None], (ids, np.ones_like(ids, bool), segments, positions, taps, last))
-    return target, wiring, RowBatch(*one)
+    return target, wiring, dataset.RowBatch(*one)
 
 
 def main() -> None:
@@ -76,16 +72,16 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     args = parser.parse_args()
     load_before = os.getloadavg()[0]
-    keep_freed_memory()
+    host_memory.keep_freed_memory()
     target, wiring, batch = rows(args, args.model)
     updates = args.warmup + args.steps
     ids = np.arange(args.draft_vocab)
-    fitter = Fitter(recipe(args), target.config, wiring, ids, target, updates=updates)
-    state = fitter.create()
+    trainer = fitter.Fitter(recipe(args), target.config, wiring, ids, target, updates=updates)
+    state = trainer.create()
     losses, seconds = [], []
     for _ in range(updates):
         start = time.perf_counter()
-        state, metrics = fitter.step(state, batch)
+        state, metrics = trainer.step(state, batch)
         losses.append(round(float(metrics.loss), 4))
         seconds.append(time.perf_counter() - start)
     seconds = seconds[args.warmup :]

@@ -65,9 +65,19 @@ class Acceptance:
 
     @property
     def conditional(self) -> tuple[float, ...]:
-        """For each position the chance that it is accepted if those before it were; not a number if they never were."""
-        shares = self.by_position
-        return tuple(_ratio(share, before) for share, before in zip(shares, (1.0, *shares), strict=False))
+        """For each position the chance that it is accepted if those before it were.
+
+        Not a number if they never were, and where some of the rounds ended before it by a smaller k: how many of those
+        accepted all that they had is not counted.
+        """
+        chances: list[float] = []
+        bounds = zip((self.rounds, *self.drafted), (self.rounds, *self.accepted), strict=True)
+        for drafted, accepted, (drafted_before, accepted_before) in zip(
+            self.drafted, self.accepted, bounds, strict=False
+        ):
+            same = drafted == drafted_before or not chances  # rounds without any draft do not bear on the first
+            chances.append(_ratio(accepted, accepted_before if chances else drafted) if same else float("nan"))
+        return tuple(chances)
 
     def to_json(self) -> dict[str, Any]:
         """Counters and the numbers made of them; what is not a number is null."""

@@ -78,13 +78,20 @@ def diagnose(
       assumed: how another stack runs it; compared in place of the configured reading.
       refusal: why the strict loader refuses it.
       mesh: where target and draft lie.
+    Raises:
+      ConfigError: an assumption that the draft's tensors do not allow.
     """
+    if assumed is not None:
+        parts.check(assumed, "assume")
     target, count = parts.target, parts.config.n_taps
     n = target.config.n_layers
     lists = list(layer_id_lists(parts.data).values())
     configured = parts.configured.taps if parts.configured is not None else None
     wirings = wiring_candidates(lists, configured, n, count)
-    streams = _streams({t for taps in wirings for t in taps} | set(assumed.taps if assumed else ()), n)
+    wanted = {*parts.base.taps, *(t for taps in wirings for t in taps)}
+    if assumed is not None:
+        wanted |= {*assumed.taps, *([] if assumed.bypass in (None, LAST_NORMED) else [assumed.bypass])}
+    streams = _streams(wanted, n)
     forcing = Forcing(parts.drafter, parts.target_ids, parts.config, observe(target, text, streams, mesh), mesh)
     if assumed is not None:
         forcing.measure(assumed)
@@ -135,9 +142,10 @@ def search(forcing: Forcing, parts: DraftParts, wirings: Sequence[tuple[int, ...
 def telling_readings(base: Reading, n_layers: int, *, embedding_in_front: bool = True) -> dict[str, Reading]:
     """The faults that have been seen most, by name, as readings of a draft that is right as `base`."""
     taps = base.taps
-    up = tuple(t + 1 for t in taps)
-    shifted = up if up[-1] <= n_layers else tuple(t - 1 for t in taps)
-    out = {"taps shifted by one": dataclasses.replace(base, taps=shifted)}
+    out: dict[str, Reading] = {}
+    if taps[-1] < n_layers or taps[0] > 0:
+        by = 1 if taps[-1] < n_layers else -1
+        out["taps shifted by one"] = dataclasses.replace(base, taps=tuple(t + by for t in taps))
     if embedding_in_front and 0 not in taps:
         front = (0, *taps[:-1])
         out["slots shifted, the embedding in front"] = dataclasses.replace(base, taps=front)
@@ -184,6 +192,7 @@ def negative_controls(target: Target, drafter: Drafter, text: Text, *, mesh: Mes
     other: Reading = dataclasses.replace(base, feedback="pre_norm" if base.feedback == "post_norm" else "post_norm")
     named["feedback from the other side of the norm"] = other
     named["row t with its own token"] = dataclasses.replace(base, tokens="same")
+    named = {name: r for name, r in named.items() if r.bypass is None or parts.config.hidden == target.config.hidden}
     taps = _streams((t for r in named.values() for t in r.taps), target.config.n_layers)
     forcing = Forcing(parts.drafter, parts.target_ids, parts.config, observe(target, text, taps, mesh), mesh)
     measured = {name: forcing.measure(reading) for name, reading in named.items()}
@@ -264,6 +273,8 @@ def examine(args: argparse.Namespace) -> tuple[Diagnosis, str]:
     fingerprint = None if tokenizer is None else tokenizer.fingerprint
     refusal, probe = _strictly(directory, config, args, target, fingerprint, options)
     assumed = assume(parts.base, args.assume, config.n_layers) if args.assume else None
+    if assumed is not None:
+        parts.check(assumed, "assume")  # before the target writes a text
     if args.text is not None:
         text = text_of_file(args.text, tokenizer, config.vocab_size)
     else:

@@ -24,7 +24,7 @@ from .draft_checkpoint import canonical_name, draft_table
 from .draft_config import DraftConfig, parse_draft_config
 from .drafter import Drafter, borrow, declare_drafter, set_vocabulary
 from .errors import CheckpointError, ConfigError
-from .hypotheses import LAST_NORMED, Reading
+from .hypotheses import LAST_NORMED, Reading, wiring_candidates
 from .layer_ids import RECORD_KEY, layer_id_lists, read_wiring
 from .model import Target
 from .names import Path, parameters
@@ -78,6 +78,20 @@ class DraftParts:
         if self.config.hidden == self.config.target_hidden and ("embed",) in self.arrays:
             out["embedding"] = ("target", "file")
         return out
+
+    def check(self, reading: Reading, where: str) -> None:
+        """Refuses a reading that these tensors do not allow. ConfigError names its field under `where`."""
+        if reading.bypass is not None and self.config.hidden != self.config.target_hidden:
+            found = f"skipped by a head {self.config.hidden} wide"
+            raise ConfigError(f"{where}.fc", found, f"on: only a head {self.config.target_hidden} wide takes a stream")
+        available = self.available
+        for field in ("d2t", "fc_norm", "norm_before_fc", "embedding"):
+            value, allowed = vars(reading)[field], available.get(field, (vars(self.base)[field],))
+            if value not in allowed:
+                names = ", ".join({True: "on", False: "off"}.get(v, str(v)) for v in allowed)
+                found = {True: "on", False: "off"}.get(value, value)
+                fix = "the files hold no tensor for it, or one that means the same so"
+                raise ConfigError(f"{where}.{field}", found, f"one of {names}", fix)
 
     def drafter(self, reading: Reading) -> Drafter:
         """The head of a reading, on `wiring`. What is fed to its blocks, and how d2t is read, is up to the caller."""
@@ -156,10 +170,11 @@ class DraftParts:
         with FilePool() as pool:
             offsets = pool.read(tensors["d2t"]).astype(np.int64) if "d2t" in tensors else None
         own = config.hidden != config.target_hidden  # an embedding that could be the target's is not used by itself
-        ids = taps or next(iter(layer_id_lists(plain).values()), ())
-        base = _configured(
-            config, tuple(ids)[:count] if len(ids) >= count else blocks.taps, "file" if own else "target"
-        )
+        lists = list(layer_id_lists(plain).values())
+        ids = (taps or next(iter(lists), ()))[:count]
+        if len(ids) < count or not all(0 <= tap <= t.n_layers for tap in ids):  # no streams by these very numbers
+            ids = wiring_candidates(lists, None, t.n_layers, count)[0]
+        base = _configured(config, ids, "file" if own else "target")
         names = _d2t_readings(offsets, config)
         base = dataclasses.replace(base, bypass=bypass, d2t=next(iter(names)))
         return cls(config, None if taps is None else base, base, data, arrays, names, fc is not None, target)

@@ -207,9 +207,15 @@ class Speculator:
           limits: most tokens of each answer.
           k: guesses a round; 0 is plain decoding.
         Raises:
-          RequestError: a prompt that is empty, has an id that is none, or does not fit the context with its answer.
+          RequestError: a prompt that is empty, has an id that is none, or does not fit the context with its answer; a
+            negative k; settings of another number of rows.
           FloatingPointError: logits that are not a number.
         """
+        if k < 0:
+            raise RequestError("k", f"found {k} guesses a round, expected 0 (plain decoding) or more")
+        if len(rows.temperature) != len(prompts):
+            found = f"found {len(rows.temperature)} rows of settings"
+            raise RequestError("rows", f"{found}, expected {len(prompts)}, one for each prompt")
         for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
             self._check(i, prompt, limit, k)
         room = 1 << (max(limits, default=1) - 1).bit_length()  # few sizes are compiled

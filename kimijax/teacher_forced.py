@@ -54,7 +54,7 @@ class Text:
         for i, (row, begin) in enumerate(zip(rows, begins, strict=True)):
             ids[i, : len(row)], mask[i, begin : len(row)], segments[i, : len(row)] = row, True, 0
         text = cls(ids, mask, segments)
-        n = sum(max(0, len(r) - max(b, 1) - STEPS + 1) for r, b in zip(rows, begins, strict=True))
+        n = sum(max(0, len(r) - max(b, 1) - STEPS) for r, b in zip(rows, begins, strict=True))
         if n < MIN_ROWS:
             raise ConfigError("text", f"{n} rows that count", f"{MIN_ROWS} or more", "give a longer text")
         return text

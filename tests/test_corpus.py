@@ -137,6 +137,22 @@ def test_bad_lines_are_counted_by_kind_and_the_first_is_shown(target: Path, tmp_
     assert cut == [0] * 60 + [1] * 4
 
 
+def test_files_that_count_from_zero_are_both_used(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = write_lines(tmp_path / "one.jsonl", [said(f"one{i}", "a", id=i) for i in range(3)])
+    two = write_lines(tmp_path / "two.jsonl", [said(f"two{i}", "a", id=i) for i in (0, 1, 2, 2, 3)])
+    report = corpus.build(recipe(target, one, two), tmp_path)
+    found = rows(tmp_path / "corpus", "conversations.jsonl") + rows(tmp_path / "corpus", "heldout.jsonl")
+    assert sorted(row["id"] for row in found) == ["0", "1", "2", "3", "two-0", "two-1", "two-2"]
+    prompts = {id: dataset for id, dataset, _ in document_files.read_prompts(tmp_path / "corpus")}
+    held = {row["id"]: row["dataset"] for row in rows(tmp_path / "corpus", "heldout.jsonl")}
+    assert prompts == held
+    assert sorted(held.values()) == ["one", "two"]
+    assert {kind: row["count"] for kind, row in report.skipped.items()} == {"id": 1}  # within a file they must differ
+    assert "left out: 1 id; the first of each is in " in capsys.readouterr().err
+
+
 def test_int32_tokens_for_a_large_vocabulary(tmp_path: Path) -> None:
     with document_files.DocumentWriter(tmp_path, heldout=False, vocab_size=163840) as writer:
         writer.document(turns.Document((163839, 5, 6), ((1, 3),)))
@@ -248,4 +264,6 @@ def test_documents_are_where_the_recipe_makes_them(target: Path, tmp_path: Path)
     assert document_files.documents_folder(given, tmp_path) == tmp_path / "corpus"
     with pytest.raises(ConfigError, match="run the stage generate"):
         document_files.documents_folder(anew, tmp_path)
+    document_files.write_report(tmp_path / "corpus", {"imported": "specforge"})  # with states: not answered anew
+    assert document_files.documents_folder(anew, tmp_path) == tmp_path / "corpus"
     assert VOCAB < 2**16

@@ -99,6 +99,26 @@ def test_a_finished_set_reads_back(directory: Path, tmp_path: Path) -> None:
         features.document(len(LENGTHS))
 
 
+def test_more_files_than_may_be_open(
+    run: tuple[draft_recipe.DraftRecipe, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = open_set(*run)
+    right = [d.last.copy() for d in features]
+    features, hashed = open_set(*run), list[str]()
+    sha256 = feature_files.file_sha256
+    monkeypatch.setattr(feature_files, "file_sha256", lambda path: (hashed.append(path.name), sha256(path))[1])
+    monkeypatch.setattr(feature_files, "_MAPPED", 1)
+    first = features.document(0)
+    for order in (range(len(right)), reversed(range(len(right)))):
+        for i in order:
+            assert np.array_equal(features.document(i).last, right[i])
+            mapped = [p for p in Path("/proc/self/maps").read_text().splitlines() if str(features.folder) in p]
+            assert len(mapped) <= 2  # the file just read and that of `first`
+    assert np.array_equal(first.last, right[0])  # a view outlives its file's turn
+    assert len(features.manifest.splits["train"].shards) > 2
+    assert len(hashed) == len(set(hashed)) == len(features.manifest.splits["train"].shards)  # once each
+
+
 def test_bfloat16_is_rounded_to_nearest(directory: Path, tmp_path: Path) -> None:
     recipe = make_run(tmp_path, directory, features={"dtype": "bfloat16"})
     writer = new_writer(recipe, tmp_path)

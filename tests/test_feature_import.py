@@ -154,6 +154,11 @@ def test_damaged_torch_files_are_refused_by_name(tmp_path: Path) -> None:
         pytest.raises(torch_files.TorchFileError, match=r"a\.ckpt: found Bad CRC-32"),
     ):
         [file.read(name) for name in file.names]
+    for at, byte in ((8, 9), (6, 1)):  # of a central directory's entry: flags, encrypted; compression, Deflate64
+        entry = right.index(b"PK\x01\x02") + 2 + at
+        path.write_bytes(right[:entry] + bytes([byte]) + right[entry + 1 :])
+        with pytest.raises(torch_files.TorchFileError, match=r"a\.ckpt: found .*truncated, or damaged"):
+            torch_files.TorchFile(path)
     packed = tmp_path / "a.ckpt.gz"
     packed.write_bytes(gzip.compress(right)[:-20])
     with pytest.raises(torch_files.TorchFileError, match=r"a\.ckpt\.gz: found .*truncated, or damaged"):
@@ -305,9 +310,10 @@ def test_speculators_files_that_do_not_fit_are_refused(
     masks.write_text("".join(masks.read_text().splitlines(keepends=True)[:4]))
     with pytest.raises(feature_import.ImportedFileError, match=r"hs_10\.safetensors: .*masks\.jsonl has 4 lines"):
         feature_import.import_features(speculators, tmp_path / "run")
-    masks.write_text('{"input_ids": [1]}\n')
-    with pytest.raises(ConfigError, match=r"masks\.jsonl: line 1: found .*loss_mask"):
-        feature_import.import_features(speculators, tmp_path / "run")
+    for wrong in ('{"input_ids": [1]}', '{"input_ids": 1, "loss_mask": 1}', "[]", ""):
+        masks.write_text(wrong + "\n")
+        with pytest.raises(ConfigError, match=r"masks\.jsonl: line 1: found .*expected an object with input_ids and"):
+            feature_import.import_features(speculators, tmp_path / "run")
 
 
 @pytest.mark.parametrize(

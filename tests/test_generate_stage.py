@@ -327,6 +327,10 @@ def test_the_stage_needs_its_switch_and_a_corpus(target: Path, tmp_path: Path) -
         generate.generate(recipe(target, file), tmp_path, never)
     with pytest.raises(ConfigError, match=r"generate.enabled: found False"):
         generate.generate(recipe(target, file, generate={"enabled": False}), tmp_path, never)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "report.json").write_text('{"imported": "specforge"}')
+    with pytest.raises(ConfigError, match="found 'documents imported from specforge', expected conversations"):
+        generate.generate(recipe(target, file), tmp_path, never)
 
 
 def test_seeds_differ_by_seed_conversation_and_turn() -> None:

@@ -1,15 +1,26 @@
 """The embedded model: its files are those of a Kimi-K2.5, and its answers are about Python."""
 
+import functools
 import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import kimijax
 from kimijax import checkpoint
-from kimijax.config import Int4Config, load_config
-from kimijax.loader import NANO
+from kimijax.acceptance import Acceptance
+from kimijax.config import Int4Config, load_config, read_json
+from kimijax.draft_checkpoint import load_draft
+from kimijax.draft_record import resolve_draft
+from kimijax.drafter import Drafter
+from kimijax.fingerprint import fingerprint_target
+from kimijax.loader import NANO, NANO_DRAFTER, load_tokenizer
+from kimijax.model import Target
+from kimijax.probe import PROBE_FILE, Probe, check, replay
+from kimijax.sampling import SamplingRows
+from kimijax.speculator import Speculator
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZE_LIMIT = 20e6  # bytes that the repository spends on embedded models
@@ -82,3 +93,48 @@ def test_eight_devices_give_the_same_text(nano: kimijax.LLM) -> None:
         chat = [{"role": "user", "content": question}]
         right = nano.generate(chat, temperature=0, max_tokens=30).token_ids
         assert split.generate(chat, temperature=0, max_tokens=30).token_ids == right
+
+
+@functools.cache
+def with_drafter() -> tuple[Target, Drafter]:
+    """Nano and its drafter, as a server would put them together."""
+    config = load_config(NANO)
+    tokenizer, _ = load_tokenizer(NANO, config)
+    assert tokenizer is not None
+    found = resolve_draft(NANO_DRAFTER, fingerprint_target(NANO, config), tokenizer.fingerprint, algorithm="EAGLE3")
+    assert found.record is not None
+    assert (found.config.is_reduced, found.config.is_mla) == (True, False)
+    target = checkpoint.load(NANO, config, dtype=jnp.float32, unpack_int4=True)
+    return target, load_draft(NANO_DRAFTER, found.wiring, target, dtype=jnp.float32)
+
+
+def test_the_drafter_replays_its_probe() -> None:
+    target, drafter = with_drafter()
+    probe = Probe.from_json(read_json(NANO_DRAFTER / PROBE_FILE))
+    check(replay(probe, target, drafter))
+    assert probe.acceptance is not None
+    assert probe.acceptance.draft_tokens == 3
+
+
+def test_drafts_are_accepted_on_held_out_prompts() -> None:
+    """Questions that the drafter was not trained on: a chain of three makes 2.8 tokens a round, and changes none."""
+    target, drafter = with_drafter()
+    config = load_config(NANO)
+    tokenizer, _ = load_tokenizer(NANO, config)
+    assert tokenizer is not None
+    prompts = json.loads((ROOT / "tests" / "fixtures" / "nano_prompts.json").read_text())
+    made = Speculator(
+        target,
+        drafter,
+        n_tokens=tokenizer.vocab_size,
+        stop_ids=sorted(tokenizer.stop_ids),
+        batch=len(prompts),
+        context_length=128,
+        chunk=64,
+    )
+    n = len(prompts)
+    rows = SamplingRows.of([0.0] * n, [0] * n, [1.0] * n, [0.0] * n, [0] * n)
+    drafted = made.generate(prompts, rows, [60] * n, k=3)
+    plain = made.generate(prompts, rows, [60] * n, k=0)
+    assert [g.tokens for g in drafted] == [g.tokens for g in plain]
+    assert sum((g.acceptance for g in drafted), Acceptance()).length >= 2.8

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kimijax.errors import ConfigError
 from kimijax.train import packing
 
 
@@ -101,11 +102,21 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", good.tokens)
     np.save(tmp_path / "offsets.npy", good.offsets)
     np.save(tmp_path / "mask.npy", good.mask[:-1])
-    with pytest.raises(ValueError, match="mask"):
+    with pytest.raises(ConfigError, match=r"mask\.npy: found 9, expected 10, one a token; remove"):
         packing.Documents.load(tmp_path)
     np.save(tmp_path / "mask.npy", good.mask)
-    np.save(tmp_path / "offsets.npy", np.array([0, 6, 6, 10], np.int64))  # an empty document
-    with pytest.raises(ValueError, match="offsets"):
+    # An empty document, tokens of no document at the end and at the beginning, and none at all.
+    for wrong in ([0, 6, 6, 10], [0, 4], [4, 10], []):
+        np.save(tmp_path / "offsets.npy", np.array(wrong, np.int64))
+        with pytest.raises(ConfigError, match=r"offsets\.npy: found .*expected numbers that rise from 0 to 10"):
+            packing.Documents.load(tmp_path)
+    np.save(tmp_path / "offsets.npy", good.offsets.astype(np.float64))
+    with pytest.raises(ConfigError, match=r"offsets\.npy: found 'float64 \[3\]', expected integers"):
         packing.Documents.load(tmp_path)
+    (tmp_path / "offsets.npy").write_bytes(b"half")
+    with pytest.raises(ConfigError, match=r"offsets\.npy: found .*expected an array of documents"):
+        packing.Documents.load(tmp_path)
+    with pytest.raises(ConfigError, match=r"heldout_tokens\.npy: found .*No such file"):
+        packing.Documents.load(tmp_path, "heldout_")
     np.save(tmp_path / "offsets.npy", good.offsets)
     assert np.array_equal(packing.Documents.load(tmp_path).offsets, [0, 4, 10])

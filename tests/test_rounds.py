@@ -191,9 +191,9 @@ def test_a_rounds_steps_see_what_training_shows_them(window: int | None, monkeyp
     seen: list[tuple[list[int], np.ndarray]] = []
     project, over = LlamaAttention.project, LlamaAttention.over
 
-    def spy_project(self: LlamaAttention, u: jax.Array, positions: jax.Array) -> Any:
+    def spy_project(self: LlamaAttention, inputs: Any, positions: jax.Array) -> Any:
         seen.append((positions[0].tolist(), np.empty(0)))
-        return project(self, u, positions)
+        return project(self, inputs, positions)
 
     def spy_over(self: LlamaAttention, query: jax.Array, rows: jax.Array, visible: jax.Array) -> Any:
         seen[-1] = (seen[-1][0], np.asarray(visible)[0])

@@ -14,8 +14,7 @@ from flax import nnx
 from kimijax.drafter import Drafter
 from kimijax.layers import rms_norm
 from kimijax.model import Tables
-from kimijax.train.draft_recipe import FitTable
-from kimijax.train.ttt import Batch, StepSums, ttt_loss
+from kimijax.train import draft_recipe, ttt
 from kimijax.unroll import unroll, valid_rows
 
 from .draft_reference import TARGET_WIDTH, VOCAB
@@ -23,7 +22,7 @@ from .test_drafter import LIMIT, WIRING, make, relative_error, tiny_target
 from .test_unroll import explicit
 
 N_STEPS = 3
-FIT = FitTable(
+FIT = draft_recipe.FitTable(
     seed=0,
     epochs=1,
     rows=2,
@@ -51,7 +50,7 @@ FIT = FitTable(
     save_every=1,
 )
 
-type Loss = Callable[[Drafter, Tables, Batch, FitTable], tuple[jax.Array, StepSums]]
+type Loss = Callable[[Drafter, Tables, ttt.Batch, draft_recipe.FitTable], tuple[jax.Array, ttt.StepSums]]
 
 
 def tables() -> Tables:
@@ -60,7 +59,7 @@ def tables() -> Tables:
     return target
 
 
-def random_batch(mask: Any, segments: Any | None = None, seed: int = 4) -> Batch:
+def random_batch(mask: Any, segments: Any | None = None, seed: int = 4) -> ttt.Batch:
     """A batch with this mask [B, T]; one document a row if there are no segments."""
     mask = np.asarray(mask, bool)
     segments = np.zeros(mask.shape, np.int32) if segments is None else np.asarray(segments, np.int32)
@@ -74,10 +73,10 @@ def random_batch(mask: Any, segments: Any | None = None, seed: int = 4) -> Batch
 
     ids = jnp.asarray(rng.integers(0, VOCAB, mask.shape), jnp.int32)
     taps = {tap: states(1 + tap) for tap in WIRING.taps}
-    return Batch(ids, *(jnp.asarray(a) for a in (mask, segments, positions.astype(np.int32))), taps, states(3.0))
+    return ttt.Batch(ids, *(jnp.asarray(a) for a in (mask, segments, positions.astype(np.int32))), taps, states(3.0))
 
 
-def take(batch: Batch, rows: slice, tokens: slice) -> Batch:
+def take(batch: ttt.Batch, rows: slice, tokens: slice) -> ttt.Batch:
     """Some rows of a batch, and of them some tokens, their positions from 0."""
     cut = jax.tree.map(lambda x: x[rows, tokens], batch)
     return dataclasses.replace(cut, positions=cut.positions - cut.positions[:, :1])
@@ -85,25 +84,27 @@ def take(batch: Batch, rows: slice, tokens: slice) -> Batch:
 
 class Evaluated(NamedTuple):
     total: float
-    sums: StepSums
+    sums: ttt.StepSums
     gradient: dict[str, np.ndarray]  # by parameter
 
 
-def program(drafter: Drafter, fit: FitTable, loss: Loss = ttt_loss) -> Any:
+def program(drafter: Drafter, fit: draft_recipe.FitTable, loss: Loss = ttt.ttt_loss) -> Any:
     """The jitted (parameters, batch) -> ((loss, sums), gradient), and the parameters."""
     graph, params, rest = nnx.split(drafter, nnx.Param, ...)
     tables_graph, tables_state = nnx.split(tables())
 
-    def scalar(params: Any, batch: Batch) -> tuple[jax.Array, StepSums]:
+    def scalar(params: Any, batch: ttt.Batch) -> tuple[jax.Array, ttt.StepSums]:
         return loss(nnx.merge(graph, params, rest), nnx.merge(tables_graph, tables_state), batch, fit)
 
     return jax.jit(jax.value_and_grad(scalar, has_aux=True)), params
 
 
-def evaluator(drafter: Drafter, fit: FitTable, loss: Loss = ttt_loss) -> Callable[[Batch], Evaluated]:
+def evaluator(
+    drafter: Drafter, fit: draft_recipe.FitTable, loss: Loss = ttt.ttt_loss
+) -> Callable[[ttt.Batch], Evaluated]:
     compiled, params = program(drafter, fit, loss)
 
-    def evaluate(batch: Batch) -> Evaluated:
+    def evaluate(batch: ttt.Batch) -> Evaluated:
         (total, sums), gradient = compiled(params, batch)
         flat = nnx.to_flat_state(gradient)
         return Evaluated(float(total), sums, {"/".join(map(str, k)): np.asarray(x.get_value()) for k, x in flat})
@@ -111,7 +112,9 @@ def evaluator(drafter: Drafter, fit: FitTable, loss: Loss = ttt_loss) -> Callabl
     return evaluate
 
 
-def naive(drafter: Drafter, tables: Tables, batch: Batch, fit: FitTable) -> tuple[jax.Array, StepSums]:
+def naive(
+    drafter: Drafter, tables: Tables, batch: ttt.Batch, fit: draft_recipe.FitTable
+) -> tuple[jax.Array, ttt.StepSums]:
     """All of it at once: every step's logits, log-softmax over both vocabularies, gradients by autodiff."""
     hidden = unroll(drafter, drafter.fuse(batch.taps), batch.ids, batch.positions, batch.segments, fit.ttt_steps)
     normed = batch.last if batch.last_is_normed else rms_norm(batch.last, tables.norm[...], tables.config.norm_eps)
@@ -138,7 +141,7 @@ def naive(drafter: Drafter, tables: Tables, batch: Batch, fit: FitTable) -> tupl
         total = total + fit.decay**j * loss / jnp.maximum(n, 1).astype(jnp.float32)
         correct = counts & (jnp.asarray(ids)[logits.argmax(axis=-1)] == best)
         sums.append((loss, counts.sum(), correct.sum(), jnp.where(counts, accepted, 0.0).sum()))
-    return total, StepSums(*(jnp.stack(x).astype(jnp.float32) for x in zip(*sums, strict=True)))
+    return total, ttt.StepSums(*(jnp.stack(x).astype(jnp.float32) for x in zip(*sums, strict=True)))
 
 
 def assert_same(found: Evaluated, right: Evaluated, scale: float = 1.0) -> None:
@@ -194,7 +197,7 @@ def test_correct_counts_the_targets_choice(tmp_path: Path) -> None:
     chosen = drafter.to_target(drafter.logits(first).argmax(axis=-1).astype(jnp.int32))
     target = tables()
 
-    def preferring(ids: jax.Array) -> Batch:
+    def preferring(ids: jax.Array) -> ttt.Batch:
         last = 20 * target.lm_head[...][ids] / target.norm[...][None, None]
         return dataclasses.replace(batch, last=jnp.roll(last, 1, axis=1))  # row t speaks about position t + 1
 
@@ -219,7 +222,7 @@ def test_packed_documents_learn_as_alone(tmp_path: Path) -> None:
     parts = [evaluate(take(row, slice(None), slice(*cut))) for cut in ((0, 6), (6, 12))]
     together = Evaluated(
         sum(p.total for p in parts) / 2,  # each is divided by its own 6 positions, the row by 12
-        StepSums(*(a + b for a, b in zip(*(p.sums for p in parts), strict=True))),
+        ttt.StepSums(*(a + b for a, b in zip(*(p.sums for p in parts), strict=True))),
         {name: (g + parts[1].gradient[name]) / 2 for name, g in parts[0].gradient.items()},
     )
     assert_same(both, together)
@@ -254,7 +257,7 @@ def test_last_states_that_are_normed_already(tmp_path: Path) -> None:
     normed = rms_norm(batch.last, target.norm[...], target.config.norm_eps)
     stored = dataclasses.replace(batch, last=normed, last_is_normed=True)
     graph, state = nnx.split(drafter)
-    loss = jax.jit(lambda state, batch: ttt_loss(nnx.merge(graph, state), target, batch, FIT)[0])
+    loss = jax.jit(lambda state, batch: ttt.ttt_loss(nnx.merge(graph, state), target, batch, FIT)[0])
     assert float(loss(state, stored)) == pytest.approx(float(loss(state, batch)), rel=LIMIT)
 
 

@@ -128,9 +128,9 @@ def test_positions_are_the_servers(tmp_path: Path) -> None:
     rotated: list[np.ndarray] = []
     project = drafter.attention.project
 
-    def spy(u: jax.Array, positions: jax.Array) -> Any:
+    def spy(inputs: Any, positions: jax.Array) -> Any:
         rotated.append(np.asarray(positions[0]))
-        return project(u, positions)
+        return project(inputs, positions)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drafter.attention, "project", spy)

@@ -106,6 +106,9 @@ def test_a_vocabulary_is_read_only_as_it_was_written(directory: Path, tmp_path: 
     path = tmp_path / "vocab" / "target_ids.npy"
     ids = vocab.load_vocab(tmp_path)
     assert len(ids) == 300
+    assert np.array_equal(vocab.load_vocab(tmp_path, 300), ids)
+    with pytest.raises(ConfigError, match=r"vocab\.size: found 600, expected 300, the ids of .*run the stage vocab"):
+        vocab.load_vocab(tmp_path, 600)
     np.save(path, ids + 1)
     with pytest.raises(ConfigError, match=r"target_ids\.npy: found 'int64, sha256"):
         vocab.load_vocab(tmp_path)

@@ -1,7 +1,8 @@
 """Stage corpus: conversations of the recipe's files to documents of the target's tokens, and a held-out part.
 
 A conversation is held out by a hash of what it asks, and none that asks the same is trained on, from whatever file: the
-target would answer both alike. Files are read twice, line by line; a few hundred bytes a line are kept in between.
+target would answer both alike. An id that an earlier file has too gets the name of its own file before it. Files are
+read twice, line by line; a few hundred bytes a line are kept in between.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from kimijax.safetensors_io import sync_directory
 from .conversations import BadLine, Conversation, Source, parse
 from .document_files import (
     PROMPTS,
+    REPORT,
     Counts,
     DocumentWriter,
     prompt_row,
@@ -97,6 +99,7 @@ class _Index:
     """The usable lines of a file."""
 
     lines: np.ndarray  # int64 [n], line numbers, ascending
+    renamed: frozenset[int]  # of these, the lines whose ids another file has too
     prompts: np.ndarray  # uint64 [n], hash of what is asked, by which conversations are drawn
     n_lines: int
 
@@ -117,6 +120,14 @@ class _Index:
         order = self.order
         rest = order[~np.isin(self.prompts[order], held)]
         return np.sort(rest[:limit] if limit else rest)
+
+
+class _Drawn(NamedTuple):
+    """What is taken of a file."""
+
+    source: Source
+    lines: dict[int, bool]  # line number -> held out
+    renamed: frozenset[int]  # see `_Index`
 
 
 def build(recipe: DraftRecipe, out: Path) -> CorpusReport:
@@ -153,6 +164,9 @@ def build(recipe: DraftRecipe, out: Path) -> CorpusReport:
     part.replace(out / FOLDER)
     sync_directory(out)
     _say(f"corpus: {report.train.conversations} conversations, {report.train.tokens} tokens, {out / FOLDER}")
+    if report.skipped:
+        kinds = ", ".join(f"{row['count']} {kind}" for kind, row in report.skipped.items())
+        _say(f"corpus: left out: {kinds}; the first of each is in {out / FOLDER / REPORT}")
     return report
 
 
@@ -172,7 +186,7 @@ class _Builder:
         heldout = [self._hold_out(source, index) for source, index in zip(sources, indices, strict=True)]
         prompts = np.concatenate([index.prompts[held] for index, held in zip(indices, heldout, strict=True)])
         rows: dict[str, dict[str, Any]] = {}
-        drawn: list[tuple[Source, dict[int, bool]]] = []  # line number -> held out
+        drawn: list[_Drawn] = []
         for source, index, held in zip(sources, indices, heldout, strict=True):
             train = index.training(table.limit - table.heldout if table.limit else 0, prompts)
             rows[source.name] = {
@@ -184,7 +198,7 @@ class _Builder:
                 "asked_in_heldout": int(np.isin(index.prompts, prompts).sum()) - len(held),
             }
             lines = dict.fromkeys(index.lines[train].tolist(), False) | dict.fromkeys(index.lines[held].tolist(), True)
-            drawn.append((source, lines))
+            drawn.append(_Drawn(source, lines, index.renamed))
         counts, n_prompts = self._write(drawn)
         return CorpusReport(
             format=FORMAT,
@@ -200,19 +214,26 @@ class _Builder:
     def _index(self, source: Source, seen: set[bytes], ids: set[bytes]) -> _Index:
         """First reading: which lines are usable, and the hashes to draw by."""
         lines, prompts = array("q"), array("Q")
-        n_lines = 0
+        n_lines, own = 0, set[bytes]()
+        renamed: set[int] = set()
         for number, line in source.lines():
             n_lines += 1
             try:
                 conversation = parse(line, source.dataset, number)
                 _once(seen, conversation.text, "duplicate", "conversation", "one that no earlier line has")
-                _once(ids, conversation.id, "id", "id", "one that no earlier line has")
+                _once(own, conversation.id, "id", "id", "one that no earlier line has")
+                # Data sets count from 0, or have the same names: that is no reason to leave the second one out.
+                taken = _key_of(conversation.id) in ids
+                name = _renamed(conversation).id if taken else conversation.id
+                _once(ids, name, "id", "id", "one that no earlier line has")
             except BadLine as e:
                 self._skips.add(e.kind, f"{source.name}, line {number}: {e}")
                 continue
             lines.append(number)
             prompts.append(self._key(conversation))
-        return _Index(np.frombuffer(lines, np.int64), np.frombuffer(prompts, np.uint64), n_lines)
+            if taken:
+                renamed.add(number)
+        return _Index(np.frombuffer(lines, np.int64), frozenset(renamed), np.frombuffer(prompts, np.uint64), n_lines)
 
     def _hold_out(self, source: Source, index: _Index) -> np.ndarray:
         """Indices of the first conversations, in the order of drawing, that can be evaluated on."""
@@ -245,7 +266,7 @@ class _Builder:
         text = f"{self._recipe.corpus.seed}\n{conversation.prompt_text}"
         return int.from_bytes(_digest(text)[:8], "little")
 
-    def _write(self, drawn: Sequence[tuple[Source, dict[int, bool]]]) -> tuple[dict[bool, Counts], int]:
+    def _write(self, drawn: Sequence[_Drawn]) -> tuple[dict[bool, Counts], int]:
         """Second reading: what was drawn becomes documents. Counts by whether held out, and the number of prompts."""
         size = self._target.config.vocab_size
         with (
@@ -261,14 +282,16 @@ class _Builder:
         return counts, n_prompts
 
     def _documents(
-        self, drawn: Sequence[tuple[Source, dict[int, bool]]], train: DocumentWriter, heldout: DocumentWriter
+        self, drawn: Sequence[_Drawn], train: DocumentWriter, heldout: DocumentWriter
     ) -> Iterator[dict[str, Any]]:
         """Writes what was drawn; yields the held-out prompts."""
-        for source, lines in drawn:
+        for source, lines, renamed in drawn:
             for number, line in source.lines():
                 if number not in lines:
                     continue
                 conversation, held = parse(line, source.dataset, number), lines[number]
+                if number in renamed:
+                    conversation = _renamed(conversation)
                 prompt = self._add(conversation, heldout if held else train, f"{source.name}, line {number}")
                 if held and prompt is not None:
                     yield prompt_row(conversation, prompt)
@@ -309,10 +332,19 @@ def _check_datasets(sources: Sequence[Source]) -> None:
 
 
 def _once(seen: set[bytes], text: str, kind: str, field: str, expected: str) -> None:
-    key = _digest(text)[:16]
+    key = _key_of(text)
     if key in seen:
         raise BadLine(kind, field, text, expected)
     seen.add(key)
+
+
+def _key_of(text: str) -> bytes:
+    return _digest(text)[:16]
+
+
+def _renamed(conversation: Conversation) -> Conversation:
+    """With its data set in its id."""
+    return dataclasses.replace(conversation, id=f"{conversation.dataset}-{conversation.id}")
 
 
 def _digest(text: str) -> bytes:

@@ -156,11 +156,14 @@ def prompt_row(conversation: Conversation, ids: Ids) -> dict[str, Any]:
 
 
 def documents_folder(recipe: DraftRecipe, out: Path) -> Path:
-    """Where the run's documents are: `generated/` if the target answers anew, else `corpus/`.
+    """Where the run's documents are: `generated/` if the target answers anew, else, or if imported, in `corpus/`.
 
     Raises:
       ConfigError: the stage that makes them has not finished.
     """
+    report = read_report(out / "corpus")
+    if report is not None and "imported" in report:
+        return out / "corpus"  # with its states: there is nothing to answer anew
     name = "generated" if recipe.generate.enabled else "corpus"
     stage = "generate" if recipe.generate.enabled else "corpus"
     if read_report(out / name) is None:

@@ -87,9 +87,6 @@ def install(recipe: DraftRecipe, out: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".drafter-", dir=NANO_DRAFTER.parent) as scratch:
         staged = Path(scratch) / NANO_DRAFTER.name
         shutil.copytree(source, staged)
-        report = out / fit.FOLDER / "report.md"
-        if report.is_file():
-            shutil.copy2(report, staged / "report.md")
         swap(staged, NANO_DRAFTER, Path(scratch) / "old")
 
 

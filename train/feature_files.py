@@ -4,6 +4,7 @@ The format is `feature_manifest`'s; `feature_writer` writes it. A file is used o
 the manifest lists, has the declared tensors and the documents' own token ids, and every number in it is finite.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from threading import Lock
@@ -31,6 +32,7 @@ from .feature_manifest import (
 )
 from .packing import Documents
 
+_MAPPED = 128  # files that are kept mapped: each holds a file descriptor, of which a process often has only 1024
 _REMAKE = "remove the file and run the stage features again, which makes this file anew"
 
 
@@ -81,8 +83,10 @@ class FeatureSet:
             lengths.append(np.diff(offsets))
         self.lengths = np.concatenate(lengths)
         self._stops = np.array([shard.stop for shard in self._shards])
-        self._open: list[_Open | None] = [None] * len(self._shards)
         self._locks = [Lock() for _ in self._shards]
+        self._is_verified = [False] * len(self._shards)
+        self._mapped: OrderedDict[int, _Open] = OrderedDict()  # the last used at the end
+        self._mapped_lock = Lock()
 
     @classmethod
     def open(
@@ -149,14 +153,23 @@ class FeatureSet:
             self._verified(at)
 
     def _verified(self, at: int) -> _Open:
-        """File `at`, verified once."""
+        """File `at`, verified once. The one unused for longest is let go; its map ends with the last view of it."""
         with self._locks[at]:
-            ready = self._open[at]
+            with self._mapped_lock:
+                ready = self._mapped.pop(at, None)
             if ready is None:
-                ready = self._open[at] = self._verify(at)
+                if not self._is_verified[at]:
+                    self._verify(at)
+                    self._is_verified[at] = True
+                tensors = _map(self.folder / self._shards[at].file, self._infos[at])
+                ready = _Open(np.array(tensors["offsets"]), tensors)
+            with self._mapped_lock:
+                self._mapped[at] = ready
+                if len(self._mapped) > _MAPPED:
+                    self._mapped.popitem(last=False)
             return ready
 
-    def _verify(self, at: int) -> _Open:
+    def _verify(self, at: int) -> None:
         shard, path = self._shards[at], self.folder / self._shards[at].file
         found = file_sha256(path)
         if found != shard.sha256:
@@ -176,7 +189,6 @@ class FeatureSet:
                     f"{path}: {name}: found a NaN or infinity in document {document}, expected finite numbers; "
                     f"{_REMAKE}"
                 )
-        return _Open(offsets, tensors)
 
 
 def check_documents(record: SplitRecord, documents: Documents, where: Path, split: Split) -> None:

@@ -229,7 +229,7 @@ def _read_masks(path: Path) -> list[tuple[np.ndarray, np.ndarray]]:
         where = f"{path}: line {number}"
         try:
             data: Any = json.loads(line)
-            tokens, mask = np.array(data["input_ids"]), np.array(data["loss_mask"])
+            tokens, mask = (np.asarray(list(data[name])) for name in ("input_ids", "loss_mask"))
         except (json.JSONDecodeError, KeyError, TypeError, ValueError) as e:
             raise ConfigError(where, repr(e), "an object with input_ids and loss_mask", _MASKS) from e
         if len(tokens) != len(mask):

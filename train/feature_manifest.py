@@ -20,7 +20,7 @@ import numpy as np
 from kimijax.config_reader import Reader, read_json
 from kimijax.errors import CheckpointError, ConfigError
 from kimijax.fingerprint import Contract
-from kimijax.safetensors_io import DTYPES, TensorSpec
+from kimijax.safetensors_io import DTYPES, TensorSpec, sync_directory
 
 from .packing import Documents
 
@@ -122,6 +122,7 @@ class Manifest:
             f.flush()
             os.fsync(f.fileno())
         part.replace(folder / MANIFEST)
+        sync_directory(folder)
 
     def layout(self, documents: int, tokens: int) -> list[TensorSpec]:
         """The tensors of a file, in the order of their bytes: the wider the numbers the earlier, so all are aligned."""

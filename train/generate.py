@@ -4,8 +4,9 @@ A drafter learns to guess what the target says, so it learns best from what the 
 order, each with the answers that came before it. What is learned from is, token for token, the prompt as it was fed and
 the tokens as they were drawn; no text is encoded a second time.
 
-An answer depends on `generate.seed`, its conversation and its turn, not on batch or order. So a stage that is stopped,
-or killed, and run again ends with the files of a run without a stop.
+The random numbers of an answer depend on `generate.seed`, its conversation and its turn, not on batch or order. So a
+stage that is stopped, or killed, and run again ends with the files of a run without a stop, as far as the target's own
+arithmetic does not depend on the size of a batch: in float32 on a CPU it does not; bfloat16 on a GPU may round otherwise.
 """
 
 import hashlib
@@ -319,6 +320,9 @@ def _settings(target: DraftTarget, out: Path) -> dict[str, Any]:
     report = read_report(folder)
     if report is None:
         raise ConfigError(str(folder), "no finished corpus", "one", "run the stage corpus")
+    if "imported" in report:
+        fix = "finish the import, or use another --out"
+        raise ConfigError(str(folder), f"documents imported from {report['imported']}", "conversations to answer", fix)
     g = recipe.generate
     fingerprint = json.dumps(target.contract.target.to_json(), sort_keys=True)
     return {

@@ -6,26 +6,45 @@ from pathlib import Path
 
 import numpy as np
 
+from kimijax.errors import ConfigError
+
 OPEN_ROWS = 32  # rows that a document may still go into; more fill better and cost more time
+_REMAKE = "remove the folder and make the documents again"
 
 
 @dataclass(frozen=True)
 class Documents:
     """Token documents, concatenated."""
 
-    tokens: np.ndarray  # uint16 [n]
+    tokens: np.ndarray  # uint16 or int32 [n]
     mask: np.ndarray  # uint8 [n], 1 where a token is to be predicted with full weight
     offsets: np.ndarray  # int64 [docs + 1]
 
     @staticmethod
     def load(folder: Path, prefix: str = "") -> "Documents":
-        """Arrays written by a corpus builder; `prefix` is "" or "heldout_"."""
-        tokens, mask, offsets = (np.load(folder / f"{prefix}{name}.npy") for name in ("tokens", "mask", "offsets"))
-        if offsets[-1] != len(tokens):
-            offsets = np.append(offsets, len(tokens))
-        if len(mask) != len(tokens) or np.any(np.diff(offsets) <= 0):
-            raise ValueError(f"{folder}: {prefix}mask and {prefix}offsets do not fit {prefix}tokens")
+        """Arrays written by a corpus builder; `prefix` is "" or "heldout_".
+
+        Raises:
+          ConfigError: a file that is missing or no array, or arrays that do not fit together.
+        """
+        tokens, mask, offsets = (_load(folder / f"{prefix}{name}.npy") for name in ("tokens", "mask", "offsets"))
+        if len(mask) != len(tokens):
+            raise ConfigError(str(folder / f"{prefix}mask.npy"), len(mask), f"{len(tokens)}, one a token", _REMAKE)
+        if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(tokens) or np.any(np.diff(offsets) <= 0):
+            found = f"{len(offsets)} numbers, {offsets[:1]} to {offsets[-1:]}"
+            expected = f"numbers that rise from 0 to {len(tokens)}, the tokens"
+            raise ConfigError(str(folder / f"{prefix}offsets.npy"), found, expected, _REMAKE)
         return Documents(tokens, mask, offsets)
+
+
+def _load(path: Path) -> np.ndarray:
+    try:
+        array = np.load(path)
+    except (OSError, ValueError, EOFError) as e:
+        raise ConfigError(str(path), str(e), "an array of documents", _REMAKE) from e
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise ConfigError(str(path), f"{array.dtype} {list(array.shape)}", "integers [n]", _REMAKE)
+    return array
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,8 @@ def _named(path: Path) -> Iterator[None]:
         yield
     except TorchFileError:
         raise
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as e:
+    # RuntimeError: a header that asks for a password, or for a compression or zip version that Python does not have.
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as e:
         raise TorchFileError(f"{path}: found {e}, expected a file that torch.save wrote: truncated, or damaged") from e
     except (pickle.UnpicklingError, KeyError, ValueError, TypeError, IndexError, AttributeError) as e:
         raise TorchFileError(f"{path}: its pickle cannot be read: {e!r}") from e

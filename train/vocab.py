@@ -96,8 +96,15 @@ def build_vocab(recipe: DraftRecipe, out: Path) -> None:
         print(f"vocab: {len(ids)} ids, {100 * report[name]['coverage']:.2f} % of {name} answers", file=sys.stderr)
 
 
-def load_vocab(out: Path) -> np.ndarray:
-    """int64 [Vd], ascending: what `build_vocab` wrote. ConfigError: it is missing, or not what its report says."""
+def load_vocab(out: Path, size: int | None = None) -> np.ndarray:
+    """int64 [Vd], ascending: what `build_vocab` wrote.
+
+    Args:
+      out: the run's folder.
+      size: Vd as the recipe asks for it now; None: whatever was chosen.
+    Raises:
+      ConfigError: it is missing, not what its report says, or of another size.
+    """
     path, report = out / FOLDER / IDS, out / FOLDER / REPORT
     if not path.is_file() or not report.is_file():
         raise ConfigError(str(path.parent), "no draft vocabulary", f"{IDS} and {REPORT}", "run the stage vocab")
@@ -109,6 +116,8 @@ def load_vocab(out: Path) -> np.ndarray:
     found = hashlib.sha256(ids.tobytes()).hexdigest()
     if ids.dtype != np.int64 or found != said:
         raise ConfigError(str(path), f"{ids.dtype}, sha256 {found[:12]}", f"int64, {said[:12]}", "run the stage again")
+    if size is not None and len(ids) != size:
+        raise ConfigError("vocab.size", size, f"{len(ids)}, the ids of {path}", "run the stage vocab for another size")
     return ids
 
 
