@@ -58,9 +58,11 @@ def rows(args: argparse.Namespace, directory: Path) -> tuple[Any, Wiring, datase
     ids = np.random.default_rng(0).integers(16, args.draft_vocab, (args.batch, args.seq)).astype(np.int32)
     segments = np.zeros_like(ids)
     positions = np.broadcast_to(np.arange(args.seq, dtype=np.int32), ids.shape)
-    taps, last = features.hidden_states(target, *(jnp.asarray(x) for x in (ids, positions, segments)), wiring)
-    one = jax.tree.map(lambda x: np.asarray(x)[None], (ids, np.ones_like(ids, bool), segments, positions, taps, last))
-    return target, wiring, dataset.RowBatch(*one)
+    on_device = [jnp.asarray(x) for x in (ids, positions, segments)]
+    taps, last = features.hidden_states(target, on_device[0], on_device[1], on_device[2], wiring)
+    stored = {tap: np.asarray(x) for tap, x in taps.items()}
+    one = dataset.RowBatch(ids, np.ones_like(ids, bool), segments, positions, stored, np.asarray(last))
+    return target, wiring, jax.tree.map(lambda x: x[None], one)
 
 
 def main() -> None:

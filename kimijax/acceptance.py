@@ -70,13 +70,10 @@ class Acceptance:
         Not a number if they never were, and where some of the rounds ended before it by a smaller k: how many of those
         accepted all that they had is not counted.
         """
-        chances: list[float] = []
-        bounds = zip((self.rounds, *self.drafted), (self.rounds, *self.accepted), strict=True)
-        for drafted, accepted, (drafted_before, accepted_before) in zip(
-            self.drafted, self.accepted, bounds, strict=False
-        ):
-            same = drafted == drafted_before or not chances  # rounds without any draft do not bear on the first
-            chances.append(_ratio(accepted, accepted_before if chances else drafted) if same else float("nan"))
+        chances = list(self.by_position[:1])
+        for i in range(1, len(self.drafted)):
+            same = self.drafted[i] == self.drafted[i - 1]
+            chances.append(_ratio(self.accepted[i], self.accepted[i - 1]) if same else float("nan"))
         return tuple(chances)
 
     def to_json(self) -> dict[str, Any]:

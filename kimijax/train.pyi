@@ -41,6 +41,7 @@ from train import recipe_reader as recipe_reader
 from train import regeneration as regeneration
 from train import report as report
 from train import run_record as run_record
+from train import stage_inputs as stage_inputs
 from train import stages as stages
 from train import stopping as stopping
 from train import target_export as target_export

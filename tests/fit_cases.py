@@ -13,14 +13,10 @@ from flax import nnx
 from kimijax.config import TargetConfig, parse_config
 from kimijax.fingerprint import Contract, TargetFingerprint
 from kimijax.model import Target, declare_target, initialise
-from kimijax.train import draft_recipe
-from kimijax.train.dataset import Document, Rows, TokenDocuments
-from kimijax.train.feature_manifest import documents_hash
-from kimijax.train.features import hidden_states
-from kimijax.train.fit import run
-from kimijax.train.fit_checkpoints import FitState, Identity, vocabulary_hash
-from kimijax.train.fitter import Fitter
-from kimijax.train.packing import Documents
+from kimijax.train import dataset, draft_recipe, feature_manifest, fit_checkpoints, packing
+from kimijax.train import features as features_stage
+from kimijax.train import fit as fit_stage
+from kimijax.train import fitter as trainer
 from kimijax.wiring import Wiring
 
 from .micro_run import MODEL
@@ -89,26 +85,26 @@ def config() -> TargetConfig:
     return target().config
 
 
-def documents(count: int = 40, seed: int = 0) -> Documents:
+def documents(count: int = 40, seed: int = 0) -> packing.Documents:
     """Sequences that go on as they began; the first third of each is a prompt."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(10, 33, count)
     tokens = [(rng.integers(96) + 2 * np.arange(n)) % 96 for n in lengths]
     masks = [np.arange(n) >= n // 3 for n in lengths]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return Documents(np.concatenate(tokens).astype(np.uint16), np.concatenate(masks).astype(np.uint8), offsets)
+    return packing.Documents(np.concatenate(tokens).astype(np.uint16), np.concatenate(masks).astype(np.uint8), offsets)
 
 
 @nnx.jit
 def _states(target: Target, ids: jax.Array, positions: jax.Array, segments: jax.Array) -> Any:
-    return hidden_states(target, ids, positions, segments, WIRING)
+    return features_stage.hidden_states(target, ids, positions, segments, WIRING)
 
 
 class States:
     """Documents with the target's hidden states, as a feature set gives them."""
 
-    def __init__(self, documents: Documents) -> None:
-        self._plain = TokenDocuments(documents)
+    def __init__(self, documents: packing.Documents) -> None:
+        self._plain = dataset.TokenDocuments(documents)
         self.lengths = self._plain.lengths
         ids = np.zeros((len(self.lengths), 32), np.int32)
         segments = np.full_like(ids, -1)
@@ -118,39 +114,45 @@ class States:
         taps, last = _states(target(), jnp.asarray(ids), jnp.asarray(positions), jnp.asarray(segments))
         self._taps, self._last = {tap: np.asarray(x) for tap, x in taps.items()}, np.asarray(last)
 
-    def document(self, index: int) -> Document:
+    def document(self, index: int) -> dataset.Document:
         tokens, mask, _, _ = self._plain.document(index)
         n = len(tokens)
-        return Document(tokens, mask, {t: x[index, :n] for t, x in self._taps.items()}, self._last[index, :n])
+        return dataset.Document(tokens, mask, {t: x[index, :n] for t, x in self._taps.items()}, self._last[index, :n])
 
 
-def identity(recipe: draft_recipe.DraftRecipe, train: Documents) -> Identity:
+def identity(recipe: draft_recipe.DraftRecipe, train: packing.Documents) -> fit_checkpoints.Identity:
     """What a run on these documents is."""
     fingerprint = TargetFingerprint({"n_layers": 2, "hidden": 32}, {"norm": "0" * 64})
     draft = recipe.draft.config(config(), WIRING, len(TARGET_IDS))
     contract = Contract(WIRING, fingerprint, None)
-    return Identity(contract, draft, vocabulary_hash(TARGET_IDS), documents_hash(train), recipe.fit)
+    return fit_checkpoints.Identity(
+        contract, draft, fit_checkpoints.vocabulary_hash(TARGET_IDS), feature_manifest.documents_hash(train), recipe.fit
+    )
 
 
-def fitter(recipe: draft_recipe.DraftRecipe, updates: int, **arguments: Any) -> Fitter:
+def fitter(recipe: draft_recipe.DraftRecipe, updates: int, **arguments: Any) -> trainer.Fitter:
     """The trainer on the random target."""
-    return Fitter(recipe, config(), WIRING, TARGET_IDS, target(), updates=updates, **arguments)
+    return trainer.Fitter(recipe, config(), WIRING, TARGET_IDS, target(), updates=updates, **arguments)
 
 
 @functools.cache
-def train_rows(epochs: int) -> Rows:
+def train_rows(epochs: int) -> dataset.Rows:
     """Four updates of 8 rows an epoch, the last of which is not full."""
-    return Rows(States(documents()), rows=8, row_tokens=32, seed=0, epochs=epochs)
+    return dataset.Rows(States(documents()), rows=8, row_tokens=32, seed=0, epochs=epochs)
 
 
 @functools.cache
-def heldout_rows() -> Rows:
-    return Rows(States(documents(40, seed=1)), rows=8, row_tokens=32, seed=0, shuffle=False)
+def heldout_rows() -> dataset.Rows:
+    return dataset.Rows(States(documents(40, seed=1)), rows=8, row_tokens=32, seed=0, shuffle=False)
 
 
-def train(fitter: Fitter, recipe: draft_recipe.DraftRecipe, folder: Path, stop: Callable[[], bool]) -> FitState:
+def train(
+    fitter: trainer.Fitter, recipe: draft_recipe.DraftRecipe, folder: Path, stop: Callable[[], bool]
+) -> fit_checkpoints.FitState:
     """`fit.run` on the documents, as many epochs as the recipe has."""
-    return run(fitter, train_rows(recipe.fit.epochs), heldout_rows(), identity(recipe, documents()), folder, stop)
+    return fit_stage.run(
+        fitter, train_rows(recipe.fit.epochs), heldout_rows(), identity(recipe, documents()), folder, stop
+    )
 
 
 RESUMED: dict[str, Any] = {"epochs": 3, "log_every": 2, "eval_every": 6, "save_every": 1}  # of 12 updates

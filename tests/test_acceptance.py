@@ -55,6 +55,17 @@ def test_nothing_counted_is_no_number() -> None:
     assert math.isnan(never.conditional[1])
 
 
+def test_a_conditional_chance_is_none_where_k_differs() -> None:
+    """100 rounds of one draft, none accepted, and 100 of two, both accepted: the second share is twice the first."""
+    mixed = Acceptance.of([0] * 100, k=1) + Acceptance.of([2] * 100, k=2)
+    assert mixed.by_position == (0.5, 1.0)
+    assert mixed.conditional[0] == 0.5
+    assert math.isnan(mixed.conditional[1])
+    assert mixed.to_json()["conditional"] == [0.5, None]
+    plain = Acceptance.of([0], k=0) + Acceptance.of([1, 2], k=2)
+    assert plain.conditional == (1.0, 0.5)
+
+
 def test_impossible_counters_are_refused() -> None:
     with pytest.raises(ValueError, match="accepted"):
         Acceptance(rounds=2, drafted=(2,), accepted=(3,))

@@ -141,7 +141,7 @@ def test_files_that_count_from_zero_are_both_used(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = write_lines(tmp_path / "one.jsonl", [said(f"one{i}", "a", id=i) for i in range(3)])
-    two = write_lines(tmp_path / "two.jsonl", [said(f"two{i}", "a", id=i) for i in (0, 1, 2, 2, 3)])
+    two = write_lines(tmp_path / "two.jsonl", [said(f"two{n}", "a", id=i) for n, i in enumerate((0, 1, 2, 2, 3))])
     report = corpus.build(recipe(target, one, two), tmp_path)
     found = rows(tmp_path / "corpus", "conversations.jsonl") + rows(tmp_path / "corpus", "heldout.jsonl")
     assert sorted(row["id"] for row in found) == ["0", "1", "2", "3", "two-0", "two-1", "two-2"]

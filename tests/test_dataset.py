@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from kimijax.errors import ConfigError
-from kimijax.train.dataset import Document, RowBatch, Rows, TokenDocuments, plan_rows, read_ahead
-from kimijax.train.packing import Documents
+from kimijax.train import dataset, packing
 
 T = 16
 
@@ -19,22 +18,22 @@ class Source:
     def __init__(self, lengths: list[int], *, states: bool = True) -> None:
         self.lengths, self._states = lengths, states
 
-    def document(self, index: int) -> Document:
+    def document(self, index: int) -> dataset.Document:
         tokens = 100 * index + np.arange(self.lengths[index])
         states = np.repeat(tokens[:, None], 3, axis=1).astype(np.float32)
         taps = {2: states + 0.25, 5: states + 0.5} if self._states else {}
-        return Document(tokens, tokens % 2 == 0, taps, states + 0.75 if self._states else None)
+        return dataset.Document(tokens, tokens % 2 == 0, taps, states + 0.75 if self._states else None)
 
 
 LENGTHS = [5, 16, 3, 9, 1, 7, 12, 2, 11, 6, 15, 4, 8, 10, 13, 14, 5, 5, 5]
 
 
-def rows(lengths: list[int] = LENGTHS, **arguments: Any) -> Rows:
+def rows(lengths: list[int] = LENGTHS, **arguments: Any) -> dataset.Rows:
     settings: dict[str, Any] = {"rows": 3, "row_tokens": T, "seed": 7} | arguments
-    return Rows(Source(lengths), **settings)
+    return dataset.Rows(Source(lengths), **settings)
 
 
-def documents_of(batch: RowBatch[np.ndarray]) -> list[int]:
+def documents_of(batch: dataset.RowBatch[np.ndarray]) -> list[int]:
     """The documents in a batch, one entry for each first token."""
     first = (batch.segments >= 0) & (batch.positions == 0)
     return (batch.ids[first] // 100).tolist()
@@ -112,41 +111,41 @@ def test_processes_share_every_micro_batch() -> None:
 
 def test_reading_ahead_changes_nothing_and_can_be_resumed() -> None:
     found = rows(epochs=2)
-    batches = read_ahead(found)
+    batches = dataset.read_ahead(found)
     straight = [documents_of(batch) for batch in batches]
     assert straight == [documents_of(found[i]) for i in range(len(found))]
-    batches = read_ahead(found)
+    batches = dataset.read_ahead(found)
     for _ in range(3):
         next(batches)
     state = batches.get_state()
-    resumed = read_ahead(found)
+    resumed = dataset.read_ahead(found)
     resumed.set_state(state)
     assert [documents_of(batch) for batch in resumed] == straight[3:]
 
 
 def test_a_document_that_cannot_be_read_ends_the_run() -> None:
     class Damaged(Source):
-        def document(self, index: int) -> Document:
+        def document(self, index: int) -> dataset.Document:
             raise OSError(f"features-00000: document {index}")
 
-    batches = read_ahead(Rows(Damaged(LENGTHS), rows=3, row_tokens=T, seed=0))
+    batches = dataset.read_ahead(dataset.Rows(Damaged(LENGTHS), rows=3, row_tokens=T, seed=0))
     with pytest.raises(OSError, match="features-00000"):
         next(batches)
 
 
 def test_documents_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"fit.row_tokens: found 16, expected at least 17; document 1"):
-        plan_rows([3, 17, 4], T, 0)
+        dataset.plan_rows([3, 17, 4], T, 0)
     with pytest.raises(ConfigError, match="documents: found 0"):
-        plan_rows([], T, 0)
+        dataset.plan_rows([], T, 0)
 
 
 def test_tokens_alone() -> None:
     offsets = np.array([0, 3, 7], np.int64)
-    source = TokenDocuments(
-        Documents(np.arange(7, dtype=np.uint16), np.array([0, 1, 1, 0, 0, 1, 1], np.uint8), offsets)
+    source = dataset.TokenDocuments(
+        packing.Documents(np.arange(7, dtype=np.uint16), np.array([0, 1, 1, 0, 0, 1, 1], np.uint8), offsets)
     )
-    batch = Rows(source, rows=1, row_tokens=T, seed=0, shuffle=False)[0]
+    batch = dataset.Rows(source, rows=1, row_tokens=T, seed=0, shuffle=False)[0]
     assert batch.taps == {}
     assert batch.last is None
     assert sorted(batch.ids[batch.mask].tolist()) == [1, 2, 5, 6]

@@ -11,17 +11,21 @@ import numpy as np
 import pytest
 
 from kimijax.diagnosis import Diagnosis, conclude
-from kimijax.doctor import main, negative_controls, search, short_doctor, text_of_file
+from kimijax.doctor import diagnose, main, negative_controls, search, short_doctor, telling_readings, text_of_file
+from kimijax.draft_config import DraftConfig, LlamaAttentionConfig
 from kimijax.draft_parts import DraftParts
-from kimijax.drafter import initialise_drafter
+from kimijax.drafter import declare_drafter, initialise_drafter
 from kimijax.errors import ConfigError
 from kimijax.hypotheses import LAST_NORMED, Reading, assume, wiring_candidates
-from kimijax.teacher_forced import Forcing, Text
+from kimijax.teacher_forced import STEPS, Forcing, Text
+from kimijax.unroll import valid_rows
+from kimijax.wiring import Wiring
 
 from .draft_faults import (
     F32,
     LAYERS,
     TAPS,
+    WIRING,
     Workshop,
     lag_draft,
     lag_observation,
@@ -215,6 +219,18 @@ def test_ids_with_two_readings(workshop: Workshop, capsys: pytest.CaptureFixture
     assert "taps (0, 2, 4): input_of_layer" in out
 
 
+@pytest.mark.parametrize("ids", [[2, 4, 99], [-1, 3, 4]])
+def test_ids_of_no_stream(ids: list[int], workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """They cannot be run as they stand, and tell nothing; the tensors do."""
+    draft = workshop.faulty(f"no-stream{ids[0]}", config=set_ids(ids))
+    base = DraftParts.read(draft, workshop.target, dtype=F32).base
+    assert all(0 <= tap <= LAYERS for tap in base.taps)
+    code, out = run(workshop, capsys, draft)
+    assert code == 1
+    assert "as configured it has no single meaning" in out
+    assert "the draft was trained with: taps (2, 4, 5)" in out
+
+
 @pytest.mark.parametrize("name", ["ids shifted", "fc dropped", "d2t absolute", "feedback"])
 def test_the_fix_fixes(name: str, workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
     """What the verdict says to change, changed."""
@@ -250,6 +266,52 @@ def test_what_another_stack_assumes(workshop: Workshop, capsys: pytest.CaptureFi
     code, out = run(workshop, capsys, workshop.root / "right", "--assume", "positions=+1")
     assert code == 0
     assert "A shift of all positions by one is harmless" in out
+
+
+def test_what_another_stack_cannot_do(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    """An assumption that these tensors do not allow is refused by its name, and not measured as something else."""
+    for setting, expected in (
+        ("fc_norm=on", "assume.fc_norm: found 'on', expected one of off"),
+        ("norm_before_fc=on", "assume.norm_before_fc: found 'on', expected one of off"),
+        ("embedding=file", "assume.embedding: found 'file', expected one of target"),
+    ):
+        code, out = run(workshop, capsys, workshop.root / "right", "--assume", setting)
+        assert code == 2, out
+        assert expected in out
+
+
+def test_a_stream_that_only_the_assumption_names(
+    workshop: Workshop, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a big target only the streams that some reading wants are kept: that one too."""
+    monkeypatch.setattr("kimijax.doctor.ALL_TAPS", 0)
+    monkeypatch.setattr("kimijax.doctor.wiring_candidates", lambda *_: [TAPS])
+    monkeypatch.setattr("kimijax.doctor.ROUNDS", 0)
+    parts = DraftParts.of(workshop.drafter, workshop.target)
+    found = diagnose(parts, text, assumed=assume(parts.base, ["fc=7"], LAYERS))
+    assert found.exit_code == 1
+    assert "as assumed it runs with: fc skipped, fed tap 7 alone" in found.verdict
+
+
+def test_a_narrower_head_is_never_fed_a_stream(workshop: Workshop, text: Text) -> None:
+    attention = LlamaAttentionConfig(n_heads=4, n_kv_heads=4, head_dim=8, rope_theta=1e4)
+    config = DraftConfig(attention, 128, 96, 32, 64, 3, 48, 1e-5, 512)
+    narrow = declare_drafter(config, WIRING, dtype=F32, own_embed=True)
+    initialise_drafter(narrow, workshop.target, range(96), 0)
+    found = negative_controls(workshop.target, narrow, text)
+    assert "fc dropped" not in found.named
+    parts = DraftParts.of(narrow, workshop.target)
+    with pytest.raises(ConfigError, match=r"assume\.fc: found 'skipped by a head 32 wide'"):
+        diagnose(parts, text, assumed=assume(parts.base, ["fc=off"], LAYERS))
+
+
+def test_taps_that_cannot_be_shifted(workshop: Workshop) -> None:
+    """From the first to the last there is no room on either side, and no tap -1."""
+    base = DraftParts.of(workshop.drafter, workshop.target).base
+    for taps, shifted in (((0, 4, 8), None), ((2, 4, 8), (1, 3, 7)), ((0, 4, 7), (1, 5, 8))):
+        Wiring(taps, LAYERS, 64)
+        found = telling_readings(dataclasses.replace(base, taps=taps), LAYERS).get("taps shifted by one")
+        assert (None if found is None else found.taps) == shifted
 
 
 def test_positions_that_run_ahead_in_draft_steps(lag: tuple[DraftParts, Forcing]) -> None:
@@ -303,7 +365,7 @@ def test_unusable_input(workshop: Workshop, capsys: pytest.CaptureFixture[str], 
     other = workshop.faulty("other", config=lambda data: data.update(vocab_size=256))
     missing = workshop.faulty("missing", tensors=lambda tensors: tensors.__delitem__("norm.weight"))
     for options, expected in (
-        (["--text", str(short)], "text: found '2 rows that count', expected 32 or more"),
+        (["--text", str(short)], "text: found '1 rows that count', expected 32 or more"),
         (["--text", str(tmp_path / "no.json")], "No such file"),
         ([], "the checkpoint has no tokenizer files"),
         (["--draft", str(tmp_path / "nowhere")], "no such file"),
@@ -326,11 +388,18 @@ def test_text_files(tmp_path: Path) -> None:
 
 
 def test_rows_that_count() -> None:
-    """The example of the training contract: eight tokens with an answer at 3 ... 6, and packing by padding."""
+    """Those that have a token of the answer after them for every step, and one more. A text is refused by their number,
+    and not by that of its tokens."""
     text = Text.of([[*range(40)], [*range(20)]], [3, 1])
     assert text.ids.shape == (2, 40)
     assert text.segments[1].tolist() == [0] * 20 + [-1] * 20
     assert text.mask.sum(axis=1).tolist() == [37, 19]
+    n = np.asarray(valid_rows(jnp.asarray(text.mask), jnp.asarray(text.segments), STEPS))[-1].sum()
+    assert n == (37 - STEPS) + (19 - STEPS)
+    assert Text.of([[1] * 5] * 32).ids.shape == (32, 5)
+    for sequences, found in (([[1] * 4] * 32, 0), ([[1] * 5] * 31, 31)):
+        with pytest.raises(ConfigError, match=f"{found} rows that count"):
+            Text.of(sequences)
 
 
 # ---- readings -------------------------------------------------------------------------------------------------------

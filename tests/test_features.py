@@ -132,9 +132,11 @@ def test_row_lengths() -> None:
 def test_states_are_the_same_on_a_mesh(directory: Path, target: Target) -> None:
     mesh = make_mesh(jax.devices()[:2])
     split_target = checkpoint.load(directory, load_config(directory), mesh=mesh, dtype=jnp.float32)
-    document = split(make_documents())[-1]
-    (states,) = stage.Extractor(split_target, WIRING, 20, "float32", mesh).run([document])  # in chunks
-    assert_close(states.last, alone(target, document)[1])
+    documents = [split(make_documents())[i] for i in (0, 2, -1)]  # two packed, one in chunks
+    found = list(stage.Extractor(split_target, WIRING, 20, "float32", mesh).run(documents))
+    assert sorted(states.document for states in found) == [0, 1, 2]
+    for states in found:
+        assert_close(states.last, alone(target, documents[states.document])[1])
 
 
 def test_a_finished_set_has_the_states_of_each_document(

@@ -17,8 +17,7 @@ import pytest
 
 from kimijax.errors import ConfigError
 from kimijax.train import fit_checkpoints, metrics, placement
-from kimijax.train.fit_checkpoints import Checkpoints, FitState, Identity, last_step
-from kimijax.train.fitter import Fitter
+from kimijax.train import fitter as trainer
 from kimijax.wiring import Wiring, WiringError
 
 from . import fit_cases as cases
@@ -29,12 +28,12 @@ TIMES = {"time", "tokens_per_second", "minutes_left"}
 
 
 @pytest.fixture(scope="module")
-def fitter() -> Fitter:
+def fitter() -> trainer.Fitter:
     return cases.fitter(RECIPE, UPDATES)
 
 
 @pytest.fixture(scope="module")
-def straight(fitter: Fitter, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[str, bytes]], Path]:
+def straight(fitter: trainer.Fitter, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[str, bytes]], Path]:
     """The bits of the state after an uninterrupted run, and the run's folder."""
     folder = tmp_path_factory.mktemp("straight")
     return bits(cases.train(fitter, RECIPE, folder, lambda: False)), folder
@@ -60,12 +59,12 @@ def reported(folder: Path) -> dict[int, dict[str, float]]:
     return found
 
 
-def identity() -> Identity:
+def identity() -> fit_checkpoints.Identity:
     return cases.identity(RECIPE, cases.documents())
 
 
 def test_a_resumed_run_is_the_straight_run(
-    fitter: Fitter,
+    fitter: trainer.Fitter,
     straight: tuple[list[tuple[str, bytes]], Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -76,7 +75,7 @@ def test_a_resumed_run_is_the_straight_run(
     for n in (1, 4):
         state = cases.train(fitter, RECIPE, tmp_path, after(n))
         done += n
-        assert int(state.step) == last_step(tmp_path) == done
+        assert int(state.step) == fit_checkpoints.last_step(tmp_path) == done
     capsys.readouterr()
     assert bits(cases.train(fitter, RECIPE, tmp_path, lambda: False)) == straight[0]
     assert f"resumed at step {done} of {UPDATES}" in capsys.readouterr().err
@@ -88,7 +87,7 @@ def test_a_resumed_run_is_the_straight_run(
 
 
 def test_a_run_that_is_killed_goes_on(
-    fitter: Fitter, straight: tuple[list[tuple[str, bytes]], Path], tmp_path: Path
+    fitter: trainer.Fitter, straight: tuple[list[tuple[str, bytes]], Path], tmp_path: Path
 ) -> None:
     """Killed when update 7 begins to be written, whatever is on disk by then."""
     code = f"from tests.fit_cases import train_alone; train_alone({str(tmp_path)!r})"
@@ -101,7 +100,7 @@ def test_a_run_that_is_killed_goes_on(
             time.sleep(0.001)
         os.kill(process.pid, signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
-    killed = last_step(tmp_path)
+    killed = fit_checkpoints.last_step(tmp_path)
     assert killed is not None
     assert 4 <= killed <= 9
     assert bits(cases.train(fitter, RECIPE, tmp_path, lambda: False)) == straight[0]
@@ -109,7 +108,7 @@ def test_a_run_that_is_killed_goes_on(
 
 
 def test_a_half_written_checkpoint_is_passed_over(
-    fitter: Fitter,
+    fitter: trainer.Fitter,
     straight: tuple[list[tuple[str, bytes]], Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -119,7 +118,7 @@ def test_a_half_written_checkpoint_is_passed_over(
     (torn / "state").mkdir(parents=True)
     (torn / "state" / "_METADATA").write_text("{")
     capsys.readouterr()
-    assert last_step(tmp_path) == 5
+    assert fit_checkpoints.last_step(tmp_path) == 5
     assert torn.exists()  # a reader changes nothing
     said = "not completely written, ignored: 6.orbax-checkpoint-tmp; step 5 is the newest complete one"
     assert said in capsys.readouterr().err
@@ -127,24 +126,29 @@ def test_a_half_written_checkpoint_is_passed_over(
     assert not torn.exists()
 
 
-def test_the_half_written_name_is_the_one_that_is_used(fitter: Fitter, tmp_path: Path) -> None:
+def test_the_half_written_name_is_the_one_that_is_used(fitter: trainer.Fitter, tmp_path: Path) -> None:
     """Fails when the library begins to write under another name, which the test above would not notice."""
-    with Checkpoints(tmp_path) as checkpoints:
+    with fit_checkpoints.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(fitter.create(), identity(), {"next_index": 0}, {})
         seen = [p.name for p in (tmp_path / fit_checkpoints.CHECKPOINTS).iterdir()]
+        # A second writer would take what the first one is writing for the rest of a killed save.
+        with pytest.raises(ConfigError, match="in use by another process"):
+            fit_checkpoints.Checkpoints(tmp_path)
+        assert fit_checkpoints.last_step(tmp_path) in (None, 0)
         checkpoints.wait()
     assert all(name == "0" or name.startswith("0.orbax-checkpoint-tmp") for name in seen)
     assert [p.name for p in (tmp_path / fit_checkpoints.CHECKPOINTS).iterdir()] == ["0"]
+    fit_checkpoints.Checkpoints(tmp_path).__exit__()
 
 
 def test_another_run_is_refused_by_name(straight: tuple[list[tuple[str, bytes]], Path]) -> None:
     mine, replace = identity(), dataclasses.replace
 
-    def refused(other: Identity, names: str, error: type[ConfigError] = ConfigError) -> None:
-        with Checkpoints(straight[1], read_only=True) as checkpoints, pytest.raises(error, match=names):
+    def refused(other: fit_checkpoints.Identity, names: str, error: type[ConfigError] = ConfigError) -> None:
+        with fit_checkpoints.Checkpoints(straight[1], read_only=True) as checkpoints, pytest.raises(error, match=names):
             checkpoints.check(other)
 
-    with Checkpoints(straight[1], read_only=True) as checkpoints:
+    with fit_checkpoints.Checkpoints(straight[1], read_only=True) as checkpoints:
         checkpoints.check(mine)
         faster = replace(mine.fit, learning_rate=9.0, epochs=7, fsdp=True, data_parallel=2, save_every=9)
         checkpoints.check(replace(mine, fit=faster))  # what may change
@@ -161,7 +165,7 @@ def test_another_run_is_refused_by_name(straight: tuple[list[tuple[str, bytes]],
     refused(replace(mine, fit=replace(mine.fit, loss="lk")), "fit.loss: found 'lk', expected 'kl'")
 
 
-def test_more_updates_done_than_asked(fitter: Fitter, straight: tuple[list[tuple[str, bytes]], Path]) -> None:
+def test_more_updates_done_than_asked(fitter: trainer.Fitter, straight: tuple[list[tuple[str, bytes]], Path]) -> None:
     settings: dict[str, Any] = cases.RESUMED | {"epochs": 2}
     expected = "fit.epochs: found 3, expected enough for the 12 updates that are done, not 8"
     with pytest.raises(ConfigError, match=expected):
@@ -169,10 +173,10 @@ def test_more_updates_done_than_asked(fitter: Fitter, straight: tuple[list[tuple
 
 
 def test_restored_on_other_devices(
-    fitter: Fitter, straight: tuple[list[tuple[str, bytes]], Path], tmp_path: Path
+    fitter: trainer.Fitter, straight: tuple[list[tuple[str, bytes]], Path], tmp_path: Path
 ) -> None:
     """Written by eight devices, split over them; read and written by two, read by one: same state, same loss."""
-    with Checkpoints(straight[1], read_only=True) as trained:
+    with fit_checkpoints.Checkpoints(straight[1], read_only=True) as trained:
         state = trained.restore(fitter.abstract()).state
     expected = np.asarray(fitter.sums(state.params, cases.train_rows(3)[0]).loss)
     placed: Any = state
@@ -183,7 +187,7 @@ def test_restored_on_other_devices(
         if devices == 8:
             placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), state, there.abstract())
         else:
-            with Checkpoints(tmp_path / str(before), read_only=True) as found:
+            with fit_checkpoints.Checkpoints(tmp_path / str(before), read_only=True) as found:
                 placed, data_state, _ = found.restore(there.abstract())
             assert data_state == {"next_index": 12}
             loss = there.sums(placed.params, cases.train_rows(3)[0]).loss
@@ -191,12 +195,14 @@ def test_restored_on_other_devices(
         assert bits(placed) == straight[0]
         assert {len(x.sharding.device_set) for x in jax.tree.leaves(placed)} == {devices}
         before = devices
-        with Checkpoints(tmp_path / str(devices)) as written:
-            written.save(FitState(*placed), identity(), {"next_index": 12}, {})
+        with fit_checkpoints.Checkpoints(tmp_path / str(devices)) as written:
+            written.save(fit_checkpoints.FitState(*placed), identity(), {"next_index": 12}, {})
             written.wait()
 
 
-def test_what_is_not_finite_is_never_saved(fitter: Fitter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_finite_is_never_saved(
+    fitter: trainer.Fitter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The update that went wrong is named, though it is looked at while the next one runs."""
     plain = cases.States.document
 
@@ -211,4 +217,4 @@ def test_what_is_not_finite_is_never_saved(fitter: Fitter, tmp_path: Path, monke
     monkeypatch.setattr(cases.States, "document", broken)
     with pytest.raises(FloatingPointError, match=rf"step {at + 1}: loss nan.* on rows .*\b{row}\b"):
         cases.train(fitter, RECIPE, tmp_path, lambda: False)
-    assert last_step(tmp_path) == at
+    assert fit_checkpoints.last_step(tmp_path) == at

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]  # made at import
 
 from kimijax.errors import ConfigError
 from kimijax.names import parameters
-from kimijax.train import fit_report, metrics
-from kimijax.train.draft_recipe import DraftRecipe
-from kimijax.train.features import extract
-from kimijax.train.fit import fit, load_fitted
-from kimijax.train.fit_checkpoints import last_step
-from kimijax.train.vocab import build_vocab
+from kimijax.train import draft_recipe, fit_checkpoints, fit_report, metrics, vocab
+from kimijax.train import features as features_stage
+from kimijax.train import fit as fit_stage
 from kimijax.wiring import WiringError
 
 from . import feature_cases
@@ -47,27 +46,27 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[DraftRecipe, Path]:
+def run(target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[draft_recipe.DraftRecipe, Path]:
     """A run that is ready to be fitted, stopped after its first update, and finished."""
     out = tmp_path_factory.mktemp("run")
     recipe = feature_cases.make_run(out, target, fit=FIT, draft=DRAFT)
-    extract(recipe, out)
-    build_vocab(recipe, out)
-    fit(recipe, out, lambda: True)
-    assert last_step(out / "fit") == 1
+    features_stage.extract(recipe, out)
+    vocab.build_vocab(recipe, out)
+    fit_stage.fit(recipe, out, lambda: True)
+    assert fit_checkpoints.last_step(out / "fit") == 1
     assert not (out / "fit" / fit_report.REPORT).exists()
-    fit(recipe, out, lambda: False)
+    fit_stage.fit(recipe, out, lambda: False)
     return recipe, out
 
 
-def changed(recipe: DraftRecipe, table: str, **fields: object) -> DraftRecipe:
+def changed(recipe: draft_recipe.DraftRecipe, table: str, **fields: object) -> draft_recipe.DraftRecipe:
     values = vars(recipe)[table]
     return dataclasses.replace(recipe, **{table: dataclasses.replace(values, **fields)})
 
 
-def test_the_report(run: tuple[DraftRecipe, Path]) -> None:
+def test_the_report(run: tuple[draft_recipe.DraftRecipe, Path]) -> None:
     recipe, out = run
-    updates = last_step(out / "fit")
+    updates = fit_checkpoints.last_step(out / "fit")
     text = (out / "fit" / fit_report.REPORT).read_text()
     assert f"| updates | {updates} in 2 epochs, of 1 x 1 rows |" in text
     assert "vocabulary 300 of 600, taps 1, 2 |" in text
@@ -108,11 +107,23 @@ def test_reports_of_steps_that_were_done_twice(tmp_path: Path) -> None:
     with metrics.MetricsLog(tmp_path, 1, 0) as log:
         log.write(2, {"loss": 7.0})
     assert metrics.series(tmp_path, "loss") == [(1, 1.0), (2, 7.0), (3, 3.0)]
+    # TensorBoard leaves out what earlier sessions reported of this step and later ones: not of step 1, which is kept.
+    assert max(e.step for e in events(tmp_path) if e.HasField("session_log")) == 2
 
 
-def test_the_fitted_drafter(run: tuple[DraftRecipe, Path]) -> None:
+def events(folder: Path) -> Iterator[Any]:
+    """Records of a length, two checksums and the data."""
+    for path in (folder / "tensorboard").iterdir():
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            size = int.from_bytes(data[at : at + 8], "little")
+            yield Event.FromString(data[at + 12 : at + 12 + size])
+            at += size + 16
+
+
+def test_the_fitted_drafter(run: tuple[draft_recipe.DraftRecipe, Path]) -> None:
     recipe, out = run
-    drafter = load_fitted(recipe, out)
+    drafter = fit_stage.load_fitted(recipe, out)
     assert {x.get_value().dtype for x in parameters(drafter).values()} == {np.dtype(np.float32)}
     assert drafter.embed.get_value().shape == (600, 32)
     logits = jax.jit(lambda d, ids, x: d.forward(ids, d.fuse({1: x, 2: x})).logits)(
@@ -120,7 +131,7 @@ def test_the_fitted_drafter(run: tuple[DraftRecipe, Path]) -> None:
     )
     assert logits.shape == (1, 4, 300)
     assert np.isfinite(logits).all()
-    half = load_fitted(recipe, out, dtype=jnp.bfloat16)
+    half = fit_stage.load_fitted(recipe, out, dtype=jnp.bfloat16)
     whole = jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(drafter, nnx.Param))
     found = nnx.state(half, nnx.Param)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), found, whole))
@@ -142,16 +153,16 @@ def test_what_does_not_fit_the_run_is_refused(
     fields: dict[str, Any],
     names: str,
     error: type[ConfigError],
-    run: tuple[DraftRecipe, Path],
+    run: tuple[draft_recipe.DraftRecipe, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By name, and before any weight is read."""
     recipe, out = run
     monkeypatch.setattr("kimijax.train.fit._target", None)
     with pytest.raises(error, match=names):
-        fit(changed(recipe, table, **fields), out, lambda: False)
+        fit_stage.fit(changed(recipe, table, **fields), out, lambda: False)
 
 
-def test_a_run_without_a_checkpoint(run: tuple[DraftRecipe, Path], tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint(run: tuple[draft_recipe.DraftRecipe, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run the stage fit"):
-        load_fitted(run[0], tmp_path)
+        fit_stage.load_fitted(run[0], tmp_path)

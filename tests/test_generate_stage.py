@@ -354,6 +354,10 @@ def test_damaged_or_foreign_answers_are_refused(tmp_path: Path) -> None:
         (tmp_path / answers.ANSWERS).write_bytes(content)
         with pytest.raises(ConfigError, match=message):
             answers.AnswerFile(tmp_path, {})
+    for damaged in ("", "[1]", "{"):
+        (tmp_path / answers.SETTINGS).write_text(damaged)
+        with pytest.raises(ConfigError, match=r"answers.json: found .*expected the settings of the answers"):
+            answers.AnswerFile(tmp_path, {})
     (tmp_path / answers.SETTINGS).unlink()
     with pytest.raises(ConfigError, match=r"answers.json: found 'no such file'"):
         answers.AnswerFile(tmp_path, {})

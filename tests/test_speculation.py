@@ -175,6 +175,11 @@ def test_requests_that_do_not_fit_are_refused() -> None:
         made.generate([[]], settings([GREEDY]), [5], k=3)
     with pytest.raises(RequestError, match="token id 32"):
         made.generate([[1, 32]], settings([GREEDY]), [5], k=3)
+    with pytest.raises(RequestError, match=r"0 \(plain decoding\) or more"):
+        made.generate([[1]], settings([GREEDY]), [5], k=-1)
+    for n in (1, 3):
+        with pytest.raises(RequestError, match=f"found {n} rows of settings, expected 2"):
+            made.generate([[1], [2]], settings([GREEDY] * n), [5, 5], k=3)
     with pytest.raises(ConfigError, match="512"):
         speculator(context=2000)
     other = tiny_drafter("mla", noise=0.5)

@@ -73,7 +73,14 @@ def random_batch(mask: Any, segments: Any | None = None, seed: int = 4) -> ttt.B
 
     ids = jnp.asarray(rng.integers(0, VOCAB, mask.shape), jnp.int32)
     taps = {tap: states(1 + tap) for tap in WIRING.taps}
-    return ttt.Batch(ids, *(jnp.asarray(a) for a in (mask, segments, positions.astype(np.int32))), taps, states(3.0))
+    return ttt.Batch(
+        ids=ids,
+        mask=jnp.asarray(mask),
+        segments=jnp.asarray(segments),
+        positions=jnp.asarray(positions, jnp.int32),
+        taps=taps,
+        last=states(3.0),
+    )
 
 
 def take(batch: ttt.Batch, rows: slice, tokens: slice) -> ttt.Batch:

@@ -122,7 +122,10 @@ class AnswerFile:
 
     def _check_settings(self, path: Path, settings: dict[str, Any]) -> None:
         if path.is_file():
-            old = json.loads(path.read_text(encoding="utf-8"))
+            try:
+                old: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+            except (ValueError, TypeError) as e:
+                raise ConfigError(str(path), str(e), "the settings of the answers", "remove the folder") from e
             for name in sorted(old.keys() | settings.keys()):
                 if old.get(name) != settings.get(name):
                     expected = f"{old.get(name)!r}, with which the answers of {path.parent} were begun"

@@ -62,6 +62,16 @@ def _add_import(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", type=Path, required=True, help="the run's folder")
 
 
+def _overrides(given: Sequence[str], *, online: bool) -> list[str]:
+    """The fields that the command line changes. ConfigError: --online beside a setting of what it sets."""
+    if not online:
+        return list(given)
+    for item in given:
+        if item.partition("=")[0].strip() == "features.source":
+            raise ConfigError("--online", f"--set {item} beside it", "one of the two")
+    return [*given, 'features.source="online"']
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a stage. Returns the exit status: 0 done or stopped in order, 2 refused, 1 failed, 130 stopped at once."""
     args = parser().parse_args(arguments)
@@ -85,8 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stage, _ = STAGES[args.stage]
             stage(recipe, args.out or RUNS / recipe.name, command_line(), install=args.install)
         else:
-            overrides = [*args.set, 'features.source="online"'] if args.online else args.set
-            recipe = load_draft_recipe(args.recipe, overrides)
+            recipe = load_draft_recipe(args.recipe, _overrides(args.set, online=args.online))
             draft_stages.run(args.stage, recipe, args.out or RUNS / recipe.name, command_line(), install=args.install)
     except (ConfigError, CheckpointError, TokenizerError, TemplateError, RequestError) as e:
         print(f"kimijax.train: {e}", file=sys.stderr)

@@ -165,9 +165,9 @@ def documents_folder(recipe: DraftRecipe, out: Path) -> Path:
     if report is not None and "imported" in report:
         return out / "corpus"  # with its states: there is nothing to answer anew
     name = "generated" if recipe.generate.enabled else "corpus"
-    stage = "generate" if recipe.generate.enabled else "corpus"
     if read_report(out / name) is None:
-        raise ConfigError(str(out / name), "no finished documents", f"a {REPORT}", f"run the stage {stage}")
+        fix = "run the stage " + ("corpus" if report is None else "generate")
+        raise ConfigError(str(out / name), "no finished documents", f"a {REPORT}", fix)
     return out / name
 
 

@@ -178,7 +178,7 @@ class FitTable:
     # lk: the blend of kl and total variation that turns to the latter as acceptance rises (see losses.py)
     loss: Literal["soft_ce", "kl", "lk"]
     lk_rate: float  # how fast the blend turns; only for lk
-    normaliser: Literal["all", "valid"]  # divide by all positions of a step, or by those that count
+    normaliser: Literal["all", "valid"]  # divide by all positions of a micro-batch, or by those that count in it
     schedule: Literal["cosine", "wsd"]
     learning_rate: float
     final_share: float  # of the learning rate, at the end

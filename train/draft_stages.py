@@ -1,7 +1,8 @@
 """The stages that make a drafter, one after the other, from a recipe and a folder.
 
 corpus → generate → features → vocab → fit → evaluate → export. Each reads what those before it wrote into the run's
-folder, and each can be run again: what is done is not done twice, what was interrupted goes on.
+folder, and each can be run again: what is done is not done twice, what was interrupted goes on. Evaluate and export
+alone begin anew each time.
 """
 
 import sys
@@ -18,6 +19,7 @@ from .draft_target import DraftTarget
 from .feature_import import ImportOptions, import_features
 from .feature_manifest import MANIFEST, ORIGIN, Manifest
 from .run_record import RunRecord
+from .stage_inputs import check_made_with
 from .stopping import StopRequest
 
 type Stop = Callable[[], bool]  # asked now and then; after a yes the stage saves and returns
@@ -81,6 +83,10 @@ def run(name: str, recipe: DraftRecipe, out: Path, command: Sequence[str], *, in
     if name != ALL and (reason := STAGES[name].unused(recipe, out)):
         raise ConfigError("stage", name, "a stage that the recipe uses", reason)
     target = DraftTarget.of(recipe)
+    if name != ALL:  # all stages check, or make again, what they find
+        check_made_with(out, name, recipe)
+    if name in (ALL, "fit"):
+        export.check_recipe(recipe, target)
     record = RunRecord(out, recipe, command, {"contract": target.contract.digest}, stage=name)
     with StopRequest() as stop:
         for stage_name in STAGES if name == ALL else (name,):
@@ -92,7 +98,7 @@ def run(name: str, recipe: DraftRecipe, out: Path, command: Sequence[str], *, in
             start = time.monotonic()
             try:
                 stage.run(recipe, out, stop)
-            except (ValueError, FloatingPointError, OSError) as e:
+            except Exception as e:
                 record.note(outcome=f"{stage_name} failed: {e}")
                 raise
             if stop():

@@ -13,7 +13,7 @@ import numpy as np
 from kimijax.checkpoint_writer import json_bytes
 from kimijax.config import read_json
 from kimijax.draft_checkpoint import load_draft
-from kimijax.draft_export import DraftFormat, Verifier, save_draft
+from kimijax.draft_export import DraftFormat, Verifier, draft_config_json, save_draft
 from kimijax.draft_record import DraftRecord, resolve_draft
 from kimijax.errors import ConfigError
 from kimijax.loader import NANO, NANO_DRAFTER
@@ -41,9 +41,9 @@ def run(recipe: DraftRecipe, out: Path) -> None:
       ConfigError: nothing was fitted or evaluated yet, or a form cannot hold this head.
     """
     target = DraftTarget.of(recipe)
-    model, _ = target.load(progress=False)
-    drafter = fit.load_fitted(recipe, out, model)
     acceptance = _measured(recipe, out)
+    model, mesh = target.load(progress=False)
+    drafter = fit.load_fitted(recipe, out, model, mesh=mesh)
     # The probe is recorded with the numbers that the files hold.
     stored = jnp.dtype(recipe.export.dtype)
     record = DraftRecord(target.contract, _training(recipe, out, acceptance))
@@ -65,12 +65,26 @@ def run(recipe: DraftRecipe, out: Path) -> None:
             )
             contract = target.contract
             found = resolve_draft(written, contract.target, contract.tokenizer, target_name=recipe.target.model)
-            again = load_draft(written, found.wiring, model, dtype=jnp.float32)
-            probe = make_probe(model, again, sequences, acceptance)
+            again = load_draft(written, found.wiring, model, mesh=mesh, dtype=jnp.float32)
+            probe = make_probe(model, again, sequences, acceptance, mesh=mesh)
             (written / PROBE_FILE).write_bytes(json_bytes(probe.to_json()))
-            check(replay(Probe.from_json(read_json(written / PROBE_FILE)), model, again), str(folder))
+            stored_probe = Probe.from_json(read_json(written / PROBE_FILE))
+            check(replay(stored_probe, model, again, mesh=mesh), str(folder))
             swap(written, folder, Path(scratch) / "old")
         print(f"export: {folder}", flush=True)
+
+
+def check_recipe(recipe: DraftRecipe, target: DraftTarget) -> None:
+    """Refuse, before anything is trained, what the export would refuse in the end.
+
+    Raises:
+      ConfigError: a form that cannot hold the recipe's head, or no greedy evaluation for the probe.
+    """
+    _check_greedy(recipe)
+    head = recipe.draft.config(target.config, target.wiring, recipe.vocab.size)
+    for form in cast(tuple[DraftFormat, ...], recipe.export.forms):
+        dtype = np.dtype(jnp.dtype(recipe.export.dtype))
+        draft_config_json(head, target.wiring, form, dtype=dtype, verifier=_verifier(target))
 
 
 def install(recipe: DraftRecipe, out: Path) -> None:
@@ -91,13 +105,23 @@ def install(recipe: DraftRecipe, out: Path) -> None:
 
 
 def _measured(recipe: DraftRecipe, out: Path) -> ProbeAcceptance:
-    """Greedy acceptance over all data sets, as the stage evaluate measured it."""
-    found = evaluate.read(out)
+    """Greedy acceptance over all data sets, as the stage evaluate measured it. ConfigError: of another drafter."""
+    _check_greedy(recipe)
+    found, updates = evaluate.read(out), last_step(out / fit.FOLDER)
+    if found.updates != updates:
+        where = f"{out / evaluate.FOLDER / evaluate.FILE}: updates"
+        raise ConfigError(where, found.updates, f"{updates}, those of the newest drafter", "run the stage evaluate")
     greedy = [m for m in found.measured if m.temperature == 0]
     if not greedy:
+        where = f"{out / evaluate.FOLDER / evaluate.FILE}: temperatures"
+        raise ConfigError(where, [m.temperature for m in found.measured], "0 among them", "run the stage evaluate")
+    return ProbeAcceptance(found.draft_tokens, 0.0, greedy[0].total.by_position)
+
+
+def _check_greedy(recipe: DraftRecipe) -> None:
+    if 0 not in recipe.evaluate.temperatures:
         expected = "0 among them: the probe records greedy acceptance"
         raise ConfigError("evaluate.temperatures", list(recipe.evaluate.temperatures), expected)
-    return ProbeAcceptance(found.draft_tokens, 0.0, greedy[0].total.by_position)
 
 
 def _training(recipe: DraftRecipe, out: Path, acceptance: ProbeAcceptance) -> dict[str, object]:

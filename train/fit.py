@@ -28,6 +28,7 @@ from .fit_checkpoints import Checkpoints, FitState, Identity, last_step, vocabul
 from .fit_progress import Progress, summary
 from .fit_report import write_report
 from .fitter import Fitter as Fitter
+from .host_memory import keep_freed_memory
 from .metrics import MetricsLog
 from .placement import fit_mesh
 from .ttt import StepSums
@@ -126,9 +127,10 @@ def fit(recipe: DraftRecipe, out: Path, stop: Callable[[], bool]) -> None:
     Raises:
       ConfigError, CheckpointError, FloatingPointError: see `run`; or files of earlier stages are missing or do not fit.
     """
+    keep_freed_memory()
     of = DraftTarget.of(recipe)
     mesh = fit_mesh(recipe.fit, recipe.target.devices)
-    target_ids = load_vocab(out)
+    target_ids = load_vocab(out, recipe.vocab.size or of.config.vocab_size)
     sources = _sources(recipe, of, out)
     rows = _rows(recipe, sources["train"][0], train=True)
     heldout = _rows(recipe, sources["heldout"][0], train=False)
@@ -182,7 +184,7 @@ def load_fitted(
     of, folder = DraftTarget.of(recipe), out / FOLDER
     if last_step(folder) is None:
         raise ConfigError("--out", str(out), "a run with a checkpoint of a drafter", "run the stage fit")
-    target_ids = load_vocab(out)
+    target_ids = load_vocab(out, recipe.vocab.size or of.config.vocab_size)
     data = documents_hash(load_splits(recipe, out)["train"])
     lent = of.load_tables(mesh) if tables is None else tables
     fitter = Fitter(recipe, of.config, of.wiring, target_ids, lent, updates=1, mesh=mesh)

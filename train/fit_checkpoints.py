@@ -6,13 +6,14 @@ is complete; the newest three are kept. Saved on any number of devices, it is re
 """
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast
+from typing import IO, Any, NamedTuple, Self, cast
 
 import jax
 import numpy as np
@@ -27,6 +28,7 @@ from kimijax.fingerprint import Contract, check_contract
 from .draft_recipe import FitTable
 
 CHECKPOINTS = "checkpoints"  # folder within `fit/`
+LOCK = ".lock"
 KEPT = 3
 _FORMAT = 1
 
@@ -97,12 +99,17 @@ class Checkpoints:
     """The checkpoints of a run, within `with`.
 
     A reader of a run that another process is training must be `read_only`: opening for writing removes what looks like
-    the rest of a killed save.
+    the rest of a killed save, and is for one process at a time.
     """
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
-        """Opens `folder/checkpoints`, and says which half-written ones are passed over."""
+        """Opens `folder/checkpoints`, and says which half-written ones are passed over.
+
+        Raises:
+          ConfigError: another process is writing there.
+        """
         self._path = (folder / CHECKPOINTS).absolute()
+        self._lock = None if read_only or jax.process_index() else _locked(folder)
         torn = _half_written(self._path)
         if read_only:  # the other two are what read_only implies; not saying so is a warning
             options = ocp.CheckpointManagerOptions(read_only=True, create=False, save_interval_steps=0)
@@ -119,6 +126,8 @@ class Checkpoints:
 
     def __exit__(self, *exception: object) -> None:
         self._manager.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def check(self, identity: Identity) -> None:
         """Refuse the newest checkpoint if it is of another run; see `Identity.check`. Reads its record only."""
@@ -171,6 +180,18 @@ def last_step(folder: Path) -> int | None:
 def vocabulary_hash(target_ids: np.ndarray) -> str:
     """SHA-256 of a draft vocabulary."""
     return hashlib.sha256(np.ascontiguousarray(target_ids, "<i8").tobytes()).hexdigest()
+
+
+def _locked(folder: Path) -> IO[bytes]:
+    """A file in the folder that one process holds; the system lets go of it when that process ends, however it does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / LOCK).open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        file.close()
+        raise ConfigError(str(folder), "in use by another process", "no other one", "wait, or stop it") from e
+    return file
 
 
 def _half_written(path: Path) -> list[str]:

@@ -170,8 +170,15 @@ class Fitter:
         first = jax.tree.map(lambda x: x[0], rows)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, first))
         (gradient, part), _ = jax.lax.scan(add, zeros, rows)
-        share = jnp.float32(1 / self.fit.accumulate)
+        share = self._share(rows)
         return jax.tree.map(lambda g: g * share, gradient), part._replace(loss=part.loss * share)
+
+    def _share(self, rows: DeviceRows) -> jax.Array:
+        """One over the micro-batches that count: all, or those that a normaliser of valid rows can divide."""
+        if self.fit.normaliser == "all":
+            return jnp.float32(1 / self.fit.accumulate)
+        learns = jax.vmap(lambda mask, segments: valid_rows(mask, segments, 1).any())(rows.mask, rows.segments)
+        return 1.0 / jnp.maximum(learns.sum(), 1).astype(jnp.float32)
 
     def _loss(self, params: nnx.State, frozen: Frozen, batch: Batch) -> "tuple[jax.Array, _Part]":
         cast_params = jax.tree.map(lambda x: x.astype(self._dtype), params)

@@ -6,7 +6,7 @@ the tokens as they were drawn; no text is encoded a second time.
 
 The random numbers of an answer depend on `generate.seed`, its conversation and its turn, not on batch or order. So a
 stage that is stopped, or killed, and run again ends with the files of a run without a stop, as far as the target's own
-arithmetic does not depend on the size of a batch: in float32 on a CPU it does not; bfloat16 on a GPU may round otherwise.
+arithmetic does not depend on the size of a batch: in bfloat16 on a GPU it may round otherwise.
 """
 
 import hashlib
@@ -34,6 +34,7 @@ from .document_files import (
     PROMPTS,
     TRAIN,
     DocumentWriter,
+    read_prompts,
     read_report,
     write_json_lines,
     write_report,
@@ -248,7 +249,8 @@ class _Assembly:
             if not counts[held].documents:
                 expected = f"settings under which a {side} conversation is answered: {self._reasons}"
                 raise ConfigError("generate", f"no {side} answer", expected, f"see {part / FAILED}")
-        shutil.copyfile(out / corpus.FOLDER / PROMPTS, part / PROMPTS)
+        prompts = read_prompts(out / corpus.FOLDER)
+        write_json_lines(part / PROMPTS, ({"id": id, "dataset": name, "ids": ids} for id, name, ids in prompts))
         report = {
             "format": FORMAT,
             "inputs": inputs,

@@ -23,7 +23,7 @@ class MetricsLog:
 
         Args:
           out: folder of `metrics.jsonl` and `tensorboard`.
-          step: where the run goes on; events after it, of a session that was killed, are struck out.
+          step: after which the run goes on; later events, of a session that was killed, are struck out.
           tokens: trained on until then.
         """
         from tensorboardX import SummaryWriter  # imported here: it takes a second that no other stage needs
@@ -34,7 +34,7 @@ class MetricsLog:
             out.mkdir(parents=True, exist_ok=True)
             _drop_torn_line(out / METRICS)
             self._file = (out / METRICS).open("a", encoding="utf-8")
-            self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step)
+            self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
         self._last = (time.monotonic(), step, tokens)
 
     def __enter__(self) -> "MetricsLog":

@@ -63,7 +63,7 @@ class RunRecord:
             "versions": versions(),
             "devices": [f"{d.platform}:{d.device_kind}" for d in jax.devices()],
             "inputs": dict(inputs),
-            "recipe": _plain(recipe),
+            "recipe": plain(recipe),
         }
         self._sessions.append(self._session)
         self._write()
@@ -107,7 +107,7 @@ def check_resumable(out: Path, recipe: Recipe, inputs: Mapping[str, str]) -> Non
     recorded = [s for s in sessions(out) if "recipe" in s]
     if not recorded:
         return
-    old, new = recorded[-1], _plain(recipe)
+    old, new = recorded[-1], plain(recipe)
     fix = "resume with the run's own recipe, or start in another --out"
     for table in ("corpus", "model"):
         _check_same(old["recipe"][table], new[table], table, fix)
@@ -158,7 +158,7 @@ def command_line() -> list[str]:
     return ["python", "-m", "kimijax.train", *sys.argv[1:]]
 
 
-def _plain(recipe: Recipe | DraftRecipe) -> dict[str, Any]:
+def plain(recipe: Recipe | DraftRecipe) -> dict[str, Any]:
     """A recipe as JSON gives it back: lists for tuples."""
     return json.loads(json.dumps(dataclasses.asdict(recipe)))
 
