@@ -325,12 +325,16 @@ def main(argv: list[str] | None = None) -> int:
     """The command line. 0: the draft runs as it was trained; 1: it does not; 2: it cannot be run at all."""
     args = parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("kimijax.layer_ids").setLevel(logging.ERROR)  # it is asked for many readings; the table has them
+    about_ids = logging.getLogger("kimijax.layer_ids")  # it is asked for many readings, which the table has
+    level = about_ids.level
+    about_ids.setLevel(logging.ERROR)
     try:
         diagnosis, probe = examine(args)
     except (ConfigError, CheckpointError, TokenizerError) as e:
         print(f"kimijax.doctor: {e}", file=sys.stderr)
         return 2
+    finally:
+        about_ids.setLevel(level)
     if args.json:
         print(json.dumps({**diagnosis.to_json(), "probe": probe}, indent=2))
         return diagnosis.exit_code

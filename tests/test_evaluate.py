@@ -108,7 +108,7 @@ def test_only_a_tie_excuses_another_text() -> None:
 def test_some_prompts_of_each_data_set(tmp_path: Path) -> None:
     recipe = draft_recipe.load_draft_recipe("nano")
     recipe = dataclasses.replace(recipe, evaluate=dataclasses.replace(recipe.evaluate, prompts=2))
-    with pytest.raises(ConfigError, match="run the stage generate"):
+    with pytest.raises(ConfigError, match="run the stage corpus"):
         stage.load_prompts(recipe, tmp_path)
     (tmp_path / "generated").mkdir()
     (tmp_path / "generated" / "report.json").write_text("{}")

@@ -86,23 +86,23 @@ def test_a_resumed_run_is_the_straight_run(
     assert bits(cases.train(fitter, RECIPE, tmp_path, lambda: False)) == straight[0]
 
 
+@pytest.mark.parametrize("update", [7, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5, 11))])
 def test_a_run_that_is_killed_goes_on(
-    fitter: trainer.Fitter, straight: tuple[list[tuple[str, bytes]], Path], tmp_path: Path
+    update: int, fitter: trainer.Fitter, straight: tuple[list[tuple[str, bytes]], Path], tmp_path: Path
 ) -> None:
-    """Killed when update 7 begins to be written, whatever is on disk by then."""
+    """Killed when an update begins to be written, whatever is on disk by then."""
     code = f"from tests.fit_cases import train_alone; train_alone({str(tmp_path)!r})"
     root = Path(__file__).parents[1]
     with subprocess.Popen([sys.executable, "-c", code], cwd=root, stderr=subprocess.PIPE) as process:
         folder, end = tmp_path / fit_checkpoints.CHECKPOINTS, time.monotonic() + 300
-        while not (folder.is_dir() and any(p.name.startswith("7") for p in folder.iterdir())):
+        while not (folder.is_dir() and any(p.name.startswith(str(update)) for p in folder.iterdir())):
             assert process.poll() is None, process.stderr and process.stderr.read()
             assert time.monotonic() < end
             time.sleep(0.001)
         os.kill(process.pid, signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
     killed = fit_checkpoints.last_step(tmp_path)
-    assert killed is not None
-    assert 4 <= killed <= 9
+    assert (killed or 0) <= update + 2
     assert bits(cases.train(fitter, RECIPE, tmp_path, lambda: False)) == straight[0]
     assert reported(tmp_path) == reported(straight[1])
 

@@ -1,4 +1,4 @@
-"""Three faults that once made a drafter slow without a word, each of which now ends in an error, through the entry
+"""Faults that once made a drafter slow without a word, each of which now ends in an error, through the entry
 points that a server and a trainer use. `pytest -s tests/test_history.py` prints the messages."""
 
 from types import MappingProxyType
@@ -8,6 +8,7 @@ import pytest
 from kimijax.errors import ConfigError
 from kimijax.fingerprint import Contract, TargetFingerprint, check_contract
 from kimijax.layer_ids import read_wiring
+from kimijax.probe import Probe, ProbeAcceptance, served_acceptance_warning
 from kimijax.speculative_options import SpeculativeOptions
 from kimijax.wiring import Wiring, WiringError
 
@@ -51,6 +52,17 @@ def test_layer_ids_that_two_engines_read_differently() -> None:
     assert "taps (3, 31, 58): input_of_layer" in str(error.value)
     assert "taps (4, 32, 59): output_of_layer" in str(error.value)
     assert "--layer-id-convention" in str(error.value)
+
+
+def test_a_draft_that_is_accepted_far_less_than_in_training() -> None:
+    """74.7 % of first drafts right in training, 0.6 accepted in serving, and nothing compared the two."""
+    measured = ProbeAcceptance(draft_tokens=1, temperature=0.0, by_position=(0.747,))
+    probe = Probe(seed=0, separation={2: 0.3}, sequences=(), acceptance=measured)
+    assert served_acceptance_warning(probe, 0.7) == ""
+    warning = served_acceptance_warning(probe, 0.6)
+    print(f"\n{warning}")
+    assert "60.0% of the rounds, below 0.85 of the 74.7% that were recorded with this draft" in warning
+    assert "kimijax.doctor" in warning
 
 
 def test_steps_and_draft_tokens_that_contradict_each_other() -> None:
