@@ -28,6 +28,10 @@ class CacheView(Protocol):
         """[B, S, R + rope] of one layer; rows beyond a request's tokens hold anything."""
         ...
 
+    def at(self, layer: int, positions: jax.Array) -> jax.Array:
+        """[B, T, R + rope] of one layer at int32 positions [B, T]; positions are clamped into the view."""
+        ...
+
     def store(self, layer: int, new: jax.Array, start: jax.Array) -> Self:
         """Write `new` [B, T, R + rope] of one layer at positions start[b] ... start[b] + T - 1 (start: int32 [B])."""
         ...
@@ -104,6 +108,11 @@ class PagedView:
         safe = jnp.clip(self.table, 0, self.cache.n_pages - 1)
         return self.cache.layers[layer][safe].reshape(self.table.shape[0], self.length, -1)
 
+    def at(self, layer: int, positions: jax.Array) -> jax.Array:
+        positions, size = jnp.clip(positions, 0, self.length - 1), self.cache.page_size
+        page = jnp.clip(jnp.take_along_axis(self.table, positions // size, axis=1), 0, self.cache.n_pages - 1)
+        return self.cache.layers[layer][page, positions % size]
+
     def store(self, layer: int, new: jax.Array, start: jax.Array) -> "PagedView":
         positions = start[:, None] + jnp.arange(new.shape[1], dtype=start.dtype)[None]
         return dataclasses.replace(self, cache=self.cache.write_layer(layer, new, self.table, positions))
@@ -123,6 +132,10 @@ class Window:
     def rows(self, layer: int) -> jax.Array:
         return self.layers[layer]
 
+    def at(self, layer: int, positions: jax.Array) -> jax.Array:
+        index = jnp.clip(positions, 0, self.length - 1)[..., None]
+        return jnp.take_along_axis(self.layers[layer], index, axis=1)
+
     def store(self, layer: int, new: jax.Array, start: jax.Array) -> "Window":
         """The caller keeps start + T within the window; `dynamic_update_slice` would shift a block that sticks out."""
         rows = self.layers[layer]
@@ -138,5 +151,4 @@ class Window:
 
     def take(self, positions: jax.Array) -> tuple[jax.Array, ...]:
         """L arrays [B, T, R + rope] at int32 positions [B, T]; positions are clamped into the window."""
-        index = jnp.clip(positions, 0, self.length - 1)[..., None]
-        return tuple(jnp.take_along_axis(rows, index, axis=1) for rows in self.layers)
+        return tuple(self.at(layer, positions) for layer in range(len(self.layers)))

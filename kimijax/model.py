@@ -148,17 +148,24 @@ class Target(Tables):
         *,
         taps: Sequence[int] = (),
         experts: str = "reference",
+        positions: jax.Array | None = None,
+        visible: jax.Array | None = None,
     ) -> tuple[Hidden, View]:
         """T new tokens per row in weight-absorbed form, each seeing the cached tokens and its predecessors.
 
         Args:
           ids: int32 [B, T].
-          start: int32 [B], tokens already cached; start + T must fit into the view.
+          start: int32 [B], tokens already cached, where the new ones are stored; start + T must fit into the view.
           cached: view of the cache; returned with the new tokens' latents stored.
+          taps: which residual streams to return.
+          experts: implementation of the expert product.
+          positions: int32 [B, T]; default start ... start + T-1. Tokens of a tree stand at their depth.
+          visible: bool [B, T, S], which cached rows a token sees, its own among them; default all up to its position.
         """
-        t = ids.shape[1]
-        positions = start[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-        visible = jnp.arange(cached.length, dtype=jnp.int32)[None, None] <= positions[..., None]  # [B, T, S]
+        if positions is None:
+            positions = start[:, None] + jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+        if visible is None:
+            visible = jnp.arange(cached.length, dtype=jnp.int32)[None, None] <= positions[..., None]
 
         def attend(layer: int, mla: MLA, query: Query, latents: jax.Array) -> jax.Array:
             nonlocal cached

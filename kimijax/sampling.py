@@ -67,6 +67,24 @@ def _largest_threshold(holds: Callable[[jax.Array], jax.Array], rows: int) -> ja
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def _threshold_where(on: jax.Array, holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """`_largest_threshold` of the rows that are `on` (bool [B]), 0 of the others; no search where all are off."""
+    n = on.shape[0]
+    return jax.lax.cond(
+        on.any(), lambda: jnp.where(on, _largest_threshold(holds, n), 0.0), lambda: jnp.zeros(n, jnp.float32)
+    )
+
+
+def argmax(x: jax.Array) -> jax.Array:
+    """Index of the largest entry of each row, the lowest of a tie: [..., V] to int32 [...]; some index for a NaN.
+
+    jnp.argmax reduces pairs, which XLA does one by one on a CPU: seven times as slow for a large vocabulary.
+    """
+    v = x.shape[-1]
+    index = jnp.arange(v, dtype=jnp.int32).reshape((1,) * (x.ndim - 1) + (v,))
+    return jnp.where(x == x.max(axis=-1, keepdims=True), index, v - 1).min(axis=-1)
+
+
 # Below the smallest normal float32 a temperature would divide as 0, or overflow: such a row is greedy.
 _COLDEST = float(np.finfo(np.float32).tiny)
 
@@ -86,19 +104,16 @@ def filtered(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     divide by (`_COLDEST`) are treated as temperature 1: their draw ignores this.
     """
     p = jax.nn.softmax(_tempered(logits, rows), axis=-1)
-    n = p.shape[0]
 
     def at_least_k(threshold: jax.Array) -> jax.Array:
         return (p >= threshold[:, None]).sum(axis=-1) >= jnp.maximum(rows.top_k, 1)
 
-    k_threshold = jnp.where(rows.top_k > 0, _largest_threshold(at_least_k, n), 0.0)
-    p = _keep(p, k_threshold)
+    p = _keep(p, _threshold_where(rows.top_k > 0, at_least_k))
 
     def at_least_p(threshold: jax.Array) -> jax.Array:
         return jnp.where(p >= threshold[:, None], p, 0.0).sum(axis=-1) >= rows.top_p
 
-    p_threshold = jnp.where(rows.top_p < 1, _largest_threshold(at_least_p, n), 0.0)
-    p = _keep(p, p_threshold)
+    p = _keep(p, _threshold_where(rows.top_p < 1, at_least_p))
     return _keep(p, rows.min_p * p.max(axis=-1))
 
 
@@ -162,7 +177,7 @@ def _key(words: jax.Array, position: jax.Array, purpose: Purpose) -> jax.Array:
 def draw_from(p: jax.Array, rows: SamplingRows, position: jax.Array, purpose: Purpose) -> jax.Array:
     """One id a row, int32 [B], of weights p [B, V]: 0 is never drawn, and their sum does not matter."""
     scores = jnp.where(p > 0, jnp.log(p), -jnp.inf)
-    return jnp.argmax(scores + gumbel(rows.seed, position, p.shape[-1], purpose), axis=-1).astype(jnp.int32)
+    return argmax(scores + gumbel(rows.seed, position, p.shape[-1], purpose))
 
 
 def sample(logits: jax.Array, rows: SamplingRows, position: jax.Array, n_tokens: int) -> jax.Array:
@@ -175,12 +190,12 @@ def sample(logits: jax.Array, rows: SamplingRows, position: jax.Array, n_tokens:
       n_tokens: ids from here on belong to no token (a padded vocabulary) and are never drawn.
     """
     logits = only_tokens(logits, n_tokens)
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    best = argmax(logits)
     greedy, unfiltered = is_greedy(rows), is_unfiltered(rows)
 
     def draw(scores: jax.Array) -> jax.Array:
         noise = gumbel(rows.seed, position, logits.shape[-1])
-        return jnp.where(greedy, best, jnp.argmax(scores + noise, axis=-1).astype(jnp.int32))
+        return jnp.where(greedy, best, argmax(scores + noise))
 
     def plain() -> jax.Array:
         return draw(_tempered(logits, rows))
@@ -189,7 +204,7 @@ def sample(logits: jax.Array, rows: SamplingRows, position: jax.Array, n_tokens:
         # Not log(filtered): a row without filters must draw the same, to the bit, beside rows that have some.
         return draw(jnp.where(filtered(logits, rows) > 0, _tempered(logits, rows), -jnp.inf))
 
-    broken = jnp.isnan(logits.max(axis=-1))
+    broken = jnp.isnan(logits).any(axis=-1)  # not of the maximum: XLA on a CPU may leave a NaN out of it
     # The two conditions skip work on the device; the draw itself is the same with or without them.
     drawn = jax.lax.cond(
         greedy.all(),

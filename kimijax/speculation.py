@@ -27,104 +27,8 @@ from .cache import CacheView
 from .draft_config import DraftConfig
 from .drafter import Drafter
 from .model import Target
-from .sampling import (
-    Purpose,
-    SamplingRows,
-    distribution,
-    draw_from,
-    is_greedy,
-    only_tokens,
-    sample,
-    uniform,
-)
-
-NO_TOKEN = -1  # in place of a token: logits were not a number, or a proposer has no guess
-
-
-class Proposal(NamedTuple):
-    """Guesses for the next k tokens of each row, and the distribution that they were drawn from."""
-
-    tokens: jax.Array  # int32 [B, k], target ids; NO_TOKEN: none from there on
-    q: jax.Array | None  # float32 [B, k, Vq], rows that sum to 1; None: the guesses were not drawn but certain
-    vocabulary: jax.Array | None = None  # int32 [Vq], the ids of q's columns, strictly ascending; None: all, in order
-
-    def chances(self) -> jax.Array:
-        """q of the guesses, [B, k]."""
-        if self.q is None:
-            return jnp.ones(self.tokens.shape, jnp.float32)
-        column = self.tokens if self.vocabulary is None else jnp.searchsorted(self.vocabulary, self.tokens)
-        column = jnp.clip(column, 0, self.q.shape[-1] - 1).astype(jnp.int32)
-        return jnp.take_along_axis(self.q, column[..., None], axis=-1)[..., 0]
-
-    def over_tokens(self, i: jax.Array, size: int) -> jax.Array:
-        """q at position i (int32 [B]) over all target ids: [B, size]."""
-        if self.q is None:
-            return jax.nn.one_hot(_at(self.tokens, i), size, dtype=jnp.float32)
-        q = _at(self.q, i)
-        if self.vocabulary is None:
-            return q
-        return jnp.zeros((q.shape[0], size), q.dtype).at[:, self.vocabulary].set(q)
-
-
-class Verified(NamedTuple):
-    """What a block became."""
-
-    tokens: jax.Array  # int32 [B, k + 1]: the accepted guesses, the target's own token, then NO_TOKEN
-    accepted: jax.Array  # int32 [B], guesses
-
-
-def verify(logits: jax.Array, proposal: Proposal, rows: SamplingRows, position: jax.Array, n_tokens: int) -> Verified:
-    """Accept or replace guesses so that the tokens are distributed as the target alone would draw them.
-
-    Greedy rows accept a guess that is the most probable token (the lowest id of a tie). Others accept a guess x with
-    chance min(1, p(x) / q(x)), and where one is rejected draw from max(0, p - q), normalised (arXiv:2211.17192 and
-    2302.01318); p is the target's distribution after the row's temperature and filters. After k accepted guesses the
-    block's last token is drawn from p, with the random numbers that decoding without guesses has at that position.
-
-    Args:
-      logits: float32 [B, k + 1, V], of entry i after the context and guesses 0 ... i - 1.
-      proposal: the guesses.
-      rows: settings.
-      position: int32 [B], index in its request of the token that guess 0 is for.
-      n_tokens: ids from here on are never drawn.
-    """
-    b, width, v = logits.shape
-    k = width - 1
-    logits = only_tokens(logits, n_tokens)
-    if k == 0:
-        return Verified(sample(logits[:, 0], rows, position, n_tokens)[:, None], jnp.zeros(b, jnp.int32))
-    broken = jnp.isnan(logits.max(axis=-1))
-    best = jnp.where(broken, NO_TOKEN, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
-    usable = (proposal.tokens >= 0) & ~broken[:, :k]
-    exact = usable & (proposal.tokens == best[:, :k])
-    greedy = is_greedy(rows)
-
-    def all_greedy() -> tuple[jax.Array, jax.Array]:
-        n = _leading(exact)
-        return n, _at(best, n)
-
-    def mixed() -> tuple[jax.Array, jax.Array]:
-        each = jax.tree.map(lambda x: jnp.repeat(x, k, axis=0), rows)
-        p = distribution(logits[:, :k].reshape(b * k, v), each).reshape(b, k, v)
-        at = position[:, None] + jnp.arange(k, dtype=jnp.int32)[None]
-        u = uniform(each.seed, at.reshape(-1), Purpose.ACCEPT).reshape(b, k)
-        p_of_guess = jnp.take_along_axis(p, jnp.maximum(proposal.tokens, 0)[..., None], axis=-1)[..., 0]
-        passed = usable & (u * proposal.chances() < p_of_guess)
-        n = _leading(jnp.where(greedy[:, None], exact, passed))
-        plain = sample(_at(logits, n), rows, position + n, n_tokens)
-        i = jnp.minimum(n, k - 1)
-        p_here = _at(p, i)
-        left = jnp.maximum(p_here - proposal.over_tokens(i, v), 0.0)
-        # p and q that differ by rounding alone leave nothing, if a guess is rejected then at all.
-        left = jnp.where(left.sum(axis=-1, keepdims=True) > 0, left, p_here)
-        instead = draw_from(left, rows, position + i, Purpose.RESIDUAL)
-        return n, jnp.where((n < k) & ~greedy & _at(usable, i), instead, plain)
-
-    n, last = jax.lax.cond(greedy.all(), all_greedy, mixed)
-    offset = jnp.arange(width, dtype=jnp.int32)[None]
-    guesses = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
-    tokens = jnp.where(offset < n[:, None], guesses, jnp.where(offset == n[:, None], last[:, None], NO_TOKEN))
-    return Verified(tokens, n)
+from .sampling import Purpose, SamplingRows, distribution, draw_from, is_greedy, sample
+from .verification import NO_TOKEN, TOKEN_BY_TOKEN, Proposal, Rule, Verified, entry, verify
 
 
 class Proposer[S](Protocol):
@@ -208,8 +112,8 @@ class DraftChain[View: CacheView]:
         _, view = self.drafter.decode(following, features, start, state.view)
         t = following.shape[1]
         here, at = ((last >= 0) & (last < t))[:, None], jnp.clip(last, 0, t - 1)
-        block = state.features.at[:, 0].set(jnp.where(here, _at(features, at), state.features[:, 0]))
-        tokens = state.tokens.at[:, 0].set(jnp.where(here[:, 0], _at(following, at), state.tokens[:, 0]))
+        block = state.features.at[:, 0].set(jnp.where(here, entry(features, at), state.features[:, 0]))
+        tokens = state.tokens.at[:, 0].set(jnp.where(here[:, 0], entry(following, at), state.tokens[:, 0]))
         return ChainState(block, tokens, state.count, view)
 
     def propose(
@@ -225,10 +129,10 @@ class DraftChain[View: CacheView]:
         own = d.target_ids[...] if d.config.is_reduced else None
         tokens: list[jax.Array] = []
         q: list[jax.Array] = []
-        feedback = _at(hidden.feedback, state.count - 1)
+        feedback = entry(hidden.feedback, state.count - 1)
         for i in range(k):
             if i == 0:
-                logits = d.logits(_at(hidden.normed, state.count - 1)[:, None])[:, 0]
+                logits = d.logits(entry(hidden.normed, state.count - 1)[:, None])[:, 0]
             else:
                 guess = jnp.maximum(tokens[-1], 0)
                 out, view = d.step(guess, feedback, length + (i - 1), view)
@@ -247,8 +151,8 @@ class DraftChain[View: CacheView]:
         """The block of the next round. A row that stays keeps its last entry: the others are in the cache by now."""
         features, moved = self.drafter.fuse(taps), (committed > 0)[:, None]
         wide = ((0, 0), (0, tokens.shape[1] - 1))
-        kept = jnp.pad(_at(state.features, state.count - 1)[:, None], (*wide, (0, 0)))
-        kept_token = jnp.pad(_at(state.tokens, state.count - 1)[:, None], wide)
+        kept = jnp.pad(entry(state.features, state.count - 1)[:, None], (*wide, (0, 0)))
+        kept_token = jnp.pad(entry(state.tokens, state.count - 1)[:, None], wide)
         return ChainState(
             jnp.where(moved[..., None], features, kept),
             jnp.where(moved, jnp.maximum(tokens, 0), kept_token),
@@ -269,7 +173,7 @@ class DraftChain[View: CacheView]:
             return jnp.where(greedy, best, draw_from(p, rows, position, Purpose.DRAFT)), p
 
         ids, p = jax.lax.cond(greedy.all(), lambda: (best, jnp.zeros_like(logits)), drawn)
-        return jnp.where(jnp.isnan(logits.max(axis=-1)), NO_TOKEN, ids), p
+        return jnp.where(jnp.isnan(logits).any(axis=-1), NO_TOKEN, ids), p
 
 
 @jax.tree_util.register_dataclass
@@ -303,6 +207,7 @@ def speculative_round[S, View: CacheView](
     k: int,
     n_tokens: int,
     experts: str = "reference",
+    rule: Rule = TOKEN_BY_TOKEN,
 ) -> tuple[Round, RowState[S, View]]:
     """One round of B requests. With k = 0 it is plain decoding, and the proposer still sees what it must.
 
@@ -316,24 +221,35 @@ def speculative_round[S, View: CacheView](
       k: guesses.
       n_tokens: ids that belong to a token.
       experts: implementation of the target's expert product.
+      rule: of acceptance.
     """
-    proposal, draft = proposer.propose(state.proposer, state.length, rows, k)
+    draws = rule.draws(rows, state.length + 1)
+    proposal, draft = proposer.propose(state.proposer, state.length, draws, k)
     ids = jnp.maximum(jnp.concatenate([state.token[:, None], proposal.tokens], axis=1), 0)
     hidden, view = target.decode(ids, state.length, state.view, taps=proposer.taps, experts=experts)
-    found = verify(target.logits(hidden.last), proposal, rows, state.length + 1, n_tokens)
-    offset = jnp.arange(k + 1, dtype=jnp.int32)[None]
+    found = verify(target.logits(hidden.last), proposal, rows, state.length + 1, n_tokens, rule)
+    committed = committed_tokens(found, budget, ends)
+    proposed = proposer.observe(draft, hidden.taps, found.tokens, committed)
+    made = Round(proposal.tokens, found.accepted, found.tokens, committed)
+    return made, after_round(state, found, committed, view, proposed)
+
+
+def committed_tokens(found: Verified, budget: jax.Array, ends: jax.Array) -> jax.Array:
+    """How many tokens of a verified block count, int32 [B]: up to the budget and the first end; `speculative_round`."""
+    width = found.tokens.shape[1]
+    offset = jnp.arange(width, dtype=jnp.int32)[None]
     # A token that is none ends the row as well: what followed it would be drawn after nothing.
     last = (found.tokens[..., None] == ends[:, None]).any(axis=-1) | (found.tokens < 0)
-    until_end = jnp.where(last, offset + 1, k + 1).min(axis=-1)
-    committed = jnp.minimum(jnp.minimum(found.accepted + 1, until_end), jnp.maximum(budget, 0))
-    newest = _at(found.tokens, jnp.maximum(committed - 1, 0))
-    after = RowState(
-        jnp.where(committed > 0, newest, state.token),
-        state.length + committed,
-        view,
-        proposer.observe(draft, hidden.taps, found.tokens, committed),
-    )
-    return Round(proposal.tokens, found.accepted, found.tokens, committed), after
+    until_end = jnp.where(last, offset + 1, width).min(axis=-1)
+    return jnp.minimum(jnp.minimum(found.accepted + 1, until_end), jnp.maximum(budget, 0))
+
+
+def after_round[S, View: CacheView](
+    state: RowState[S, View], found: Verified, committed: jax.Array, view: View, proposer: S
+) -> RowState[S, View]:
+    """The rows once `committed` tokens count; one that stays keeps its token."""
+    newest = entry(found.tokens, jnp.maximum(committed - 1, 0))
+    return RowState(jnp.where(committed > 0, newest, state.token), state.length + committed, view, proposer)
 
 
 def prefill_chunk[S, View: CacheView](
@@ -372,7 +288,7 @@ def prefill_chunk[S, View: CacheView](
         view = view.store(layer, new, start)
     last = n_prompt - 1 - start
     here = (last >= 0) & (last < t)
-    logits = target.logits(_at(hidden.last, jnp.clip(last, 0, t - 1))[:, None])[:, 0]
+    logits = target.logits(entry(hidden.last, jnp.clip(last, 0, t - 1))[:, None])[:, 0]
     drawn = sample(logits, rows, n_prompt, n_tokens)
     ended = jnp.arange(t, dtype=jnp.int32)[None] == last[:, None]
     following = jnp.where(ended, jnp.maximum(drawn, 0)[:, None], following)
@@ -382,14 +298,3 @@ def prefill_chunk[S, View: CacheView](
         view,
         proposer.prefill(state.proposer, hidden.taps, following, start, last),
     )
-
-
-def _at(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x [B, T, ...] at int32 [B] of axis 1: [B, ...]."""
-    shaped = index.reshape((-1,) + (1,) * (x.ndim - 1))
-    return jnp.take_along_axis(x, shaped, axis=1)[:, 0]
-
-
-def _leading(passed: jax.Array) -> jax.Array:
-    """How many entries of each row come before its first False: bool [B, k] to int32 [B]."""
-    return jnp.cumprod(passed.astype(jnp.int32), axis=1).sum(axis=1)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kimijax.sampling import SamplingRows, filtered, sample
+from kimijax.sampling import SamplingRows, argmax, distribution, filtered, sample
 
 N_DRAWS = 20_000
 TARGET = (0.5, 0.3, 0.2)
@@ -154,6 +154,23 @@ def test_a_neighbour_s_filter_changes_no_bit_of_a_plain_row() -> None:
     one = draw(logits, rows_of(plain), positions, n_tokens=VOCABULARY)
     two = draw(logits, rows_of([*plain[:-1], Row(seed=n - 1, top_k=4)]), positions, n_tokens=VOCABULARY)
     np.testing.assert_array_equal(one[:-1], two[:-1])
+
+
+def test_a_neighbour_s_filter_changes_no_bit_of_another_one() -> None:
+    """A search that no row needs is left out; those that remain find the same probabilities."""
+    logits, _, _ = mixed_batch(1)
+    kinds = [Row(top_k=6), Row(top_p=0.8), Row(min_p=0.05), Row()]
+    weigh = jax.jit(distribution)
+    alone = [np.asarray(weigh(logits, rows_of([kind] * BATCH))) for kind in kinds]
+    together = np.asarray(weigh(logits, rows_of(kinds * (BATCH // len(kinds)))))
+    for i, row in enumerate(together):
+        np.testing.assert_array_equal(row.view(np.int32), alone[i % len(kinds)][i].view(np.int32))
+
+
+@given(st.lists(st.sampled_from([-np.inf, -2.0, 0.0, -0.0, 3.0, 1e38]), min_size=12, max_size=12))
+def test_argmax_is_numpy_s(row: list[float]) -> None:
+    rows = np.asarray(row, np.float32).reshape(2, 6)
+    assert jax.jit(argmax)(rows).tolist() == rows.argmax(axis=1).tolist()
 
 
 def test_seed_and_position_both_matter() -> None:

@@ -1,0 +1,183 @@
+"""Accepting guesses so that nothing is lost: the tokens are distributed as the target alone would draw them."""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from .sampling import (
+    Purpose,
+    SamplingRows,
+    distribution,
+    draw_from,
+    is_greedy,
+    only_tokens,
+    sample,
+    uniform,
+)
+
+NO_TOKEN = -1  # in place of a token: logits were not a number, or a proposer has no guess
+
+
+class Proposal(NamedTuple):
+    """Guesses for the next k tokens of each row, and the distribution that they were drawn from."""
+
+    tokens: jax.Array  # int32 [B, k], target ids; NO_TOKEN: none from there on
+    q: jax.Array | None  # float32 [B, k, Vq], rows that sum to 1; None: the guesses were not drawn but certain
+    vocabulary: jax.Array | None = None  # int32 [Vq], the ids of q's columns, strictly ascending; None: all, in order
+
+    def chances(self) -> jax.Array:
+        """q of the guesses, [B, k]."""
+        if self.q is None:
+            return jnp.ones(self.tokens.shape, jnp.float32)
+        column = self.tokens if self.vocabulary is None else jnp.searchsorted(self.vocabulary, self.tokens)
+        column = jnp.clip(column, 0, self.q.shape[-1] - 1).astype(jnp.int32)
+        return jnp.take_along_axis(self.q, column[..., None], axis=-1)[..., 0]
+
+    def over_tokens(self, i: jax.Array, size: int) -> jax.Array:
+        """q at position i (int32 [B]) over all target ids: [B, size]."""
+        if self.q is None:
+            return jax.nn.one_hot(entry(self.tokens, i), size, dtype=jnp.float32)
+        q = entry(self.q, i)
+        if self.vocabulary is None:
+            return q
+        return jnp.zeros((q.shape[0], size), q.dtype).at[:, self.vocabulary].set(q)
+
+
+class Verified(NamedTuple):
+    """What a block became."""
+
+    tokens: jax.Array  # int32 [B, k + 1]: the accepted guesses, the target's own token, then NO_TOKEN
+    accepted: jax.Array  # int32 [B], guesses
+
+
+class Rule(Protocol):
+    """How many guesses rows that sample accept, and what replaces the next one, so that the target's distribution is
+    left. `TOKEN_BY_TOKEN`, or `block_verification.BLOCK`."""
+
+    def draws(self, rows: SamplingRows, position: jax.Array) -> SamplingRows:
+        """The settings with the seeds that the block's guesses, their acceptance and their replacement are drawn with.
+
+        Args:
+          rows: settings.
+          position: int32 [B], of guess 0.
+        """
+        ...
+
+    def accept(
+        self, p: jax.Array, proposal: Proposal, usable: jax.Array, draws: SamplingRows, position: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Decide.
+
+        Args:
+          p: float32 [B, k, V], the target's distribution that guess i is for.
+          proposal: the guesses.
+          usable: bool [B, k], which of them may be accepted at all.
+          draws: settings of `draws`.
+          position: int32 [B], of guess 0.
+        Returns:
+          How many guesses pass, int32 [B], and weights [B, V] that the token after them is drawn with if another guess
+          stood there.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class TokenByToken:
+    """A guess x passes with chance min(1, p(x) / q(x)); where one is rejected, a token is drawn from max(0, p - q)
+    (arXiv:2211.17192 and 2302.01318). What is drawn for guesses after the first rejected one decides nothing, so that
+    the next round may draw with the same numbers."""
+
+    def draws(self, rows: SamplingRows, position: jax.Array) -> SamplingRows:
+        return rows
+
+    def accept(
+        self, p: jax.Array, proposal: Proposal, usable: jax.Array, draws: SamplingRows, position: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        passed = usable & (acceptance_draws(draws, position, p.shape[1]) * proposal.chances() < of_guesses(p, proposal))
+        n = leading(passed)
+        i = jnp.minimum(n, p.shape[1] - 1)
+        return n, jnp.maximum(entry(p, i) - proposal.over_tokens(i, p.shape[-1]), 0.0)
+
+
+TOKEN_BY_TOKEN = TokenByToken()
+
+
+def verify(
+    logits: jax.Array,
+    proposal: Proposal,
+    rows: SamplingRows,
+    position: jax.Array,
+    n_tokens: int,
+    rule: Rule = TOKEN_BY_TOKEN,
+) -> Verified:
+    """Accept or replace guesses so that the tokens are distributed as the target alone would draw them.
+
+    Greedy rows accept a guess that is the most probable token (the lowest id of a tie). For others the rule decides, on
+    p, the target's distribution after the row's temperature and filters. After k accepted guesses the block's last
+    token is drawn from p, with the random numbers that decoding without guesses has at that position.
+
+    Args:
+      logits: float32 [B, k + 1, V], of entry i after the context and guesses 0 ... i - 1.
+      proposal: the guesses, drawn with `rule.draws`.
+      rows: settings.
+      position: int32 [B], index in its request of the token that guess 0 is for.
+      n_tokens: ids from here on are never drawn.
+      rule: of acceptance.
+    """
+    b, width, v = logits.shape
+    k = width - 1
+    logits = only_tokens(logits, n_tokens)
+    if k == 0:
+        return Verified(sample(logits[:, 0], rows, position, n_tokens)[:, None], jnp.zeros(b, jnp.int32))
+    broken = jnp.isnan(logits).any(axis=-1)
+    best = jnp.where(broken, NO_TOKEN, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+    usable = (proposal.tokens >= 0) & ~broken[:, :k]
+    exact = usable & (proposal.tokens == best[:, :k])
+    greedy = is_greedy(rows)
+
+    def all_greedy() -> tuple[jax.Array, jax.Array]:
+        n = leading(exact)
+        return n, entry(best, n)
+
+    def mixed() -> tuple[jax.Array, jax.Array]:
+        draws = rule.draws(rows, position)
+        each = jax.tree.map(lambda x: jnp.repeat(x, k, axis=0), rows)
+        p = distribution(logits[:, :k].reshape(b * k, v), each).reshape(b, k, v)
+        passed, left = rule.accept(p, proposal, usable, draws, position)
+        n = jnp.where(greedy, leading(exact), passed)
+        plain = sample(entry(logits, n), rows, position + n, n_tokens)
+        i = jnp.minimum(n, k - 1)
+        # p and q that differ by rounding alone leave nothing, if a guess is rejected then at all.
+        left = jnp.where(left.sum(axis=-1, keepdims=True) > 0, left, entry(p, i))
+        instead = draw_from(left, draws, position + i, Purpose.RESIDUAL)
+        return n, jnp.where((n < k) & ~greedy & entry(usable, i), instead, plain)
+
+    n, last = jax.lax.cond(greedy.all(), all_greedy, mixed)
+    offset = jnp.arange(width, dtype=jnp.int32)[None]
+    guesses = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+    tokens = jnp.where(offset < n[:, None], guesses, jnp.where(offset == n[:, None], last[:, None], NO_TOKEN))
+    return Verified(tokens, n)
+
+
+def acceptance_draws(draws: SamplingRows, position: jax.Array, k: int) -> jax.Array:
+    """A number in [0, 1) for each of k guesses, the first for `position`: float32 [B, k]."""
+    at = position[:, None] + jnp.arange(k, dtype=jnp.int32)[None]
+    return uniform(jnp.repeat(draws.seed, k, axis=0), at.reshape(-1), Purpose.ACCEPT).reshape(at.shape)
+
+
+def of_guesses(p: jax.Array, proposal: Proposal) -> jax.Array:
+    """p [B, k, V] of the guesses: [B, k]."""
+    return jnp.take_along_axis(p, jnp.maximum(proposal.tokens, 0)[..., None], axis=-1)[..., 0]
+
+
+def entry(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x [B, T, ...] at int32 [B] of axis 1: [B, ...]."""
+    shaped = index.reshape((-1,) + (1,) * (x.ndim - 1))
+    return jnp.take_along_axis(x, shaped, axis=1)[:, 0]
+
+
+def leading(passed: jax.Array) -> jax.Array:
+    """How many entries of each row come before its first False: bool [B, k] to int32 [B]."""
+    return jnp.cumprod(passed.astype(jnp.int32), axis=1).sum(axis=1)
