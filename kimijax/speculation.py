@@ -27,7 +27,7 @@ from .cache import CacheView
 from .draft_config import DraftConfig
 from .drafter import Drafter
 from .model import Target
-from .sampling import Purpose, SamplingRows, distribution, draw_from, is_greedy, sample
+from .sampling import Purpose, SamplingRows, argmax, distribution, draw_from, is_greedy, sample
 from .verification import NO_TOKEN, TOKEN_BY_TOKEN, Proposal, Rule, Verified, entry, verify
 
 
@@ -166,7 +166,7 @@ class DraftChain[View: CacheView]:
         if self.n_tokens < d.config.vocab_size:
             real = d.to_target(jnp.arange(logits.shape[-1], dtype=jnp.int32)) < self.n_tokens
             logits = jnp.where(real[None], logits, -jnp.inf)
-        best, greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32), is_greedy(rows)
+        best, greedy = argmax(logits), is_greedy(rows)
 
         def drawn() -> tuple[jax.Array, jax.Array]:
             p = distribution(logits, rows)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from .sampling import (
     Purpose,
     SamplingRows,
+    argmax,
     distribution,
     draw_from,
     is_greedy,
@@ -132,7 +133,7 @@ def verify(
     if k == 0:
         return Verified(sample(logits[:, 0], rows, position, n_tokens)[:, None], jnp.zeros(b, jnp.int32))
     broken = jnp.isnan(logits).any(axis=-1)
-    best = jnp.where(broken, NO_TOKEN, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+    best = jnp.where(broken, NO_TOKEN, argmax(logits))
     usable = (proposal.tokens >= 0) & ~broken[:, :k]
     exact = usable & (proposal.tokens == best[:, :k])
     greedy = is_greedy(rows)

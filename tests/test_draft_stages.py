@@ -53,7 +53,10 @@ def run(name: str, recipe: draft_recipe.DraftRecipe, out: Path, **options: Any) 
 
 @pytest.mark.parametrize(
     ("head", "source", "forms", "devices"),
-    [(LLAMA, "files", ("sglang", "speculators"), 1), (MLA, "online", ("sglang",), 2)],
+    [
+        (LLAMA, "files", ("sglang", "speculators"), 1),
+        pytest.param(MLA, "online", ("sglang",), 2, marks=pytest.mark.slow),
+    ],
 )
 def test_all_stages(head: dict[str, Any], source: str, forms: tuple[str, ...], devices: int, tmp_path: Path) -> None:
     """What is exported loads as a server loads it, equals what was fitted, and replays its probe."""

@@ -273,6 +273,7 @@ def test_text_is_that_of_a_chain_and_of_plain_decoding(top_k: int, batch: int) -
     assert top_k == 1 or batch == 1 or others > 0  # otherwise no row of a branch was moved
 
 
+@pytest.mark.slow
 def test_caches_hold_what_was_accepted() -> None:
     """After every round, cut by a budget or idle too: both caches as after a pass over the committed tokens."""
     steps, prompts = TreeStepper(SHAPES[2]), [PROMPTS[0], PROMPTS[5], PROMPTS[2]]
