@@ -19,12 +19,9 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .sampling import SamplingRows
+from .sampling import Purpose, SamplingRows, key_at
 from .verification import Proposal, acceptance_draws, leading, of_guesses
-
-_BLOCK = np.uint32(0x80000010)  # of the same kind as `sampling.Purpose`, and none of its values
 
 
 @dataclass(frozen=True)
@@ -38,8 +35,7 @@ class BlockRule:
 
     def draws(self, rows: SamplingRows, position: jax.Array) -> SamplingRows:
         def own(words: jax.Array, at: jax.Array) -> jax.Array:
-            key = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), at)
-            return jax.random.key_data(jax.random.fold_in(key, _BLOCK))
+            return jax.random.key_data(key_at(words, at, Purpose.BLOCK))
 
         return dataclasses.replace(rows, seed=jax.vmap(own)(jnp.asarray(rows.seed), position))
 

@@ -37,9 +37,11 @@ __all__ = [
     "CheckpointIndex",
     "Kind",
     "check",
+    "fill",
     "inspect",
     "load",
     "load_tables",
+    "place",
     "resolve",
     "save",
     "with_int4",
@@ -194,11 +196,7 @@ def check(
     target = declare_target(config, dtype=jnp.dtype(dtype), int4=int4)
     flat = parameters(target)
     leaves = resolve(index, config, {path: param.get_value() for path, param in flat.items()}, int4=int4)
-    shardings = {
-        path: parameter_sharding(mesh, p.get_metadata()["axes"], leaves[path].shape) for path, p in flat.items()
-    }
-    check_memory(flat, shardings, free)
-    return Checked(target, leaves, shardings)
+    return Checked(target, leaves, place(flat, mesh, free))
 
 
 def load(
@@ -241,8 +239,7 @@ def load(
     """
     checked = check(directory, config, mesh=mesh, dtype=dtype, unpack_int4=unpack_int4, free=free)
     arrays = read_leaves(checked.leaves, checked.shardings, rounding=rounding, progress=progress, threads=threads)
-    filled = [(path, param.replace(arrays[path])) for path, param in parameters(checked.target).items()]
-    nnx.update(checked.target, nnx.from_flat_state(filled))
+    fill(checked.target, arrays)
     return checked.target
 
 
@@ -261,11 +258,24 @@ def load_tables(
     tables = Tables(config, jnp.dtype(dtype))
     flat = parameters(tables)
     leaves = resolve(inspect(directory), config, {p: v.get_value() for p, v in flat.items()}, int4=False, part=True)
-    shardings = {p: parameter_sharding(mesh, v.get_metadata()["axes"], leaves[p].shape) for p, v in flat.items()}
-    check_memory(flat, shardings, free)
-    arrays = read_leaves(leaves, shardings, rounding="reference", progress=False, threads=4)
-    nnx.update(tables, nnx.from_flat_state([(path, param.replace(arrays[path])) for path, param in flat.items()]))
+    arrays = read_leaves(leaves, place(flat, mesh, free), rounding="reference", progress=False, threads=4)
+    fill(tables, arrays)
     return tables
+
+
+def place(flat: Mapping[Path, nnx.Param], mesh: Mesh | None, free: FreeMemory) -> dict[Path, Sharding]:
+    """Where declared parameters go. ConfigError: a mesh that does not divide them, or devices that are too small."""
+    shardings = {
+        path: parameter_sharding(mesh, p.get_metadata()["axes"], p.get_value().shape) for path, p in flat.items()
+    }
+    check_memory(flat, shardings, free)
+    return shardings
+
+
+def fill(model: nnx.Module, arrays: Mapping[Path, jax.Array]) -> None:
+    """Put arrays in the place of all declared parameters of a model."""
+    filled = [(path, param.replace(arrays[path])) for path, param in parameters(model).items()]
+    nnx.update(model, nnx.from_flat_state(filled))
 
 
 def with_int4(config: TargetConfig) -> TargetConfig:

@@ -15,20 +15,18 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
-from .checkpoint import CheckpointIndex, inspect
+from .checkpoint import CheckpointIndex, fill, inspect, place
 from .checkpoint_reader import Leaf, Source, read_leaves, shortened
 from .config import TargetConfig
 from .draft_config import DraftConfig, load_draft_config
 from .drafter import Drafter, borrow, declare_drafter, set_vocabulary, vocabulary_fault
 from .errors import CheckpointError, ConfigError
-from .memory import FreeMemory, check_memory, free_memory
+from .memory import FreeMemory, free_memory
 from .model import Tables
 from .names import Piece, Table, attention_pieces, mlp_pieces, parameters, viewed, whole
 from .safetensors_io import FilePool, TensorInfo
-from .sharding import parameter_sharding
 from .wiring import Wiring
 
 _FLOATS = ("BF16", "F16", "F32")
@@ -92,12 +90,8 @@ def load_draft(
     if table.keys() != flat.keys():
         raise ValueError(f"declaration and name table differ: {sorted(map(str, table.keys() ^ flat.keys()))}")
     leaves = {path: Leaf(path, p.get_value().shape, jnp.dtype(dtype), sources[path]) for path, p in flat.items()}
-    shardings = {
-        path: parameter_sharding(mesh, p.get_metadata()["axes"], leaves[path].shape) for path, p in flat.items()
-    }
-    check_memory(flat, shardings, free)
-    arrays = read_leaves(leaves, shardings, rounding="reference", progress=progress, threads=threads)
-    nnx.update(drafter, nnx.from_flat_state([(path, p.replace(arrays[path])) for path, p in flat.items()]))
+    arrays = read_leaves(leaves, place(flat, mesh, free), rounding="reference", progress=progress, threads=threads)
+    fill(drafter, arrays)
     set_vocabulary(drafter, target_ids)
     borrow(drafter, target)
     return drafter

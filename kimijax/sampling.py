@@ -24,6 +24,7 @@ class Purpose(IntEnum):
     DRAFT = 0x80000000  # what the drafter proposes
     ACCEPT = 0x80000001  # whether that is accepted
     RESIDUAL = 0x80000002  # what replaces it otherwise
+    BLOCK = 0x80000010  # the seeds of a block that is verified as a whole
 
 
 @jax.tree_util.register_dataclass
@@ -161,15 +162,18 @@ def only_tokens(logits: jax.Array, n_tokens: int) -> jax.Array:
 
 def gumbel(seed: jax.Array, position: jax.Array, size: int, purpose: Purpose = Purpose.TOKEN) -> jax.Array:
     """Gumbel noise float32 [B, size] of seeds uint32 [B, 2] at positions int32 [B]."""
-    return jax.vmap(lambda words, at: jax.random.gumbel(_key(words, at, purpose), (size,), jnp.float32))(seed, position)
+    return jax.vmap(lambda words, at: jax.random.gumbel(key_at(words, at, purpose), (size,), jnp.float32))(
+        seed, position
+    )
 
 
 def uniform(seed: jax.Array, position: jax.Array, purpose: Purpose) -> jax.Array:
     """One number float32 in [0, 1) for each of seeds uint32 [B, 2] at positions int32 [B]."""
-    return jax.vmap(lambda words, at: jax.random.uniform(_key(words, at, purpose), (), jnp.float32))(seed, position)
+    return jax.vmap(lambda words, at: jax.random.uniform(key_at(words, at, purpose), (), jnp.float32))(seed, position)
 
 
-def _key(words: jax.Array, position: jax.Array, purpose: Purpose) -> jax.Array:
+def key_at(words: jax.Array, position: jax.Array, purpose: Purpose) -> jax.Array:
+    """The key of one seed uint32 [2] at a position, int32."""
     key = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), position)
     return key if purpose is Purpose.TOKEN else jax.random.fold_in(key, np.uint32(purpose))
 

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from kimijax.errors import ConfigError
-from kimijax.train import draft_recipe, draft_target, feature_files, feature_manifest, feature_writer
+from kimijax.train import draft_recipe, draft_target, feature_files, feature_manifest, feature_writer, run_record
 from kimijax.train import features as stage
 from kimijax.wiring import WiringError
 
@@ -105,8 +105,8 @@ def test_more_files_than_may_be_open(
     features = open_set(*run)
     right = [d.last.copy() for d in features]
     features, hashed = open_set(*run), list[str]()
-    sha256 = feature_files.file_sha256
-    monkeypatch.setattr(feature_files, "file_sha256", lambda path: (hashed.append(path.name), sha256(path))[1])
+    sha256 = feature_files.file_hash
+    monkeypatch.setattr(feature_files, "file_hash", lambda path: (hashed.append(path.name), sha256(path))[1])
     monkeypatch.setattr(feature_files, "_MAPPED", 1)
     first = features.document(0)
     for order in (range(len(right)), reversed(range(len(right)))):
@@ -142,7 +142,7 @@ def rewrite(path: Path, change: Callable[[dict[str, np.ndarray]], None]) -> None
     data = json.loads(manifest.read_text())
     for shard in data["splits"]["train"]["shards"]:
         if shard["file"] == path.name:
-            shard |= {"bytes": path.stat().st_size, "sha256": feature_manifest.file_sha256(path)}
+            shard |= {"bytes": path.stat().st_size, "sha256": run_record.file_hash(path)}
     manifest.write_text(json.dumps(data))
 
 

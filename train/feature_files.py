@@ -25,12 +25,12 @@ from .feature_manifest import (
     Split,
     SplitRecord,
     documents_hash,
-    file_sha256,
     first_not_finite,
     last_name,
     tap_name,
 )
 from .packing import Documents
+from .run_record import file_hash
 
 _MAPPED = 128  # files that are kept mapped: each holds a file descriptor, of which a process often has only 1024
 _REMAKE = "remove the file and run the stage features again, which makes this file anew"
@@ -171,7 +171,7 @@ class FeatureSet:
 
     def _verify(self, at: int) -> None:
         shard, path = self._shards[at], self.folder / self._shards[at].file
-        found = file_sha256(path)
+        found = file_hash(path)
         if found != shard.sha256:
             raise FeatureError(
                 f"{path}: found sha256 {found[:12]}, expected {shard.sha256[:12]} by {MANIFEST}: damaged, or another "

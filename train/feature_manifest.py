@@ -181,12 +181,6 @@ def documents_hash(documents: Documents) -> str:
     return digest.hexdigest()
 
 
-def file_sha256(path: Path) -> str:
-    """sha256 (hex) of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def first_not_finite(array: np.ndarray) -> int | None:
     """The first row of [n, D] that has a NaN or an infinity; None if all are finite."""
     step = max(1, _BLOCK // max(1, array.shape[1]))

@@ -30,13 +30,13 @@ from .feature_manifest import (
     Split,
     SplitRecord,
     documents_hash,
-    file_sha256,
     first_not_finite,
     last_name,
     plan_shards,
     tap_name,
 )
 from .packing import Documents
+from .run_record import file_hash
 
 _KEPT_FREE = 64 * 10**6  # bytes that stay free: manifests, logs, the file system's own
 
@@ -151,7 +151,7 @@ class FeatureWriter:
         path, part = self.folder / planned.file, self.folder / f".{planned.file}.part"
         try:
             write_file(part, tensors, data)
-            size, digest = part.stat().st_size, file_sha256(part)
+            size, digest = part.stat().st_size, file_hash(part)
             part.replace(path)
             sync_directory(self.folder)
             shard = Shard(planned.file, planned.first, planned.stop, planned.tokens, size, digest)
@@ -180,7 +180,7 @@ class FeatureWriter:
             return False
         if (shard.file, shard.stop) != (planned.file, planned.stop):
             raise FeatureError(f"{self.folder / MANIFEST}: {shard.file} is not planned so; make the features again")
-        found = path.is_file() and path.stat().st_size == shard.bytes and file_sha256(path) == shard.sha256
+        found = path.is_file() and path.stat().st_size == shard.bytes and file_hash(path) == shard.sha256
         if not found:
             _say(f"features: {path} is {'damaged' if path.is_file() else 'missing'}, and is made again")
         return found
