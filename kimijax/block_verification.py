@@ -30,14 +30,16 @@ class BlockRule:
 
     That i is the largest number says something about the guesses behind it, and about their draws: all were rejected. A
     next round that drew with the same numbers would not draw from q any more. So each block has seeds of its own, made
-    of the request's and of the position where the block begins, which no two blocks of a request share.
+    of the request's and of the position where the block begins, which no two blocks of a request share. Coupled rows
+    keep their seeds: their guesses are to be drawn with the numbers of their tokens.
     """
 
     def draws(self, rows: SamplingRows, position: jax.Array) -> SamplingRows:
         def own(words: jax.Array, at: jax.Array) -> jax.Array:
             return jax.random.key_data(key_at(words, at, Purpose.BLOCK))
 
-        return dataclasses.replace(rows, seed=jax.vmap(own)(jnp.asarray(rows.seed), position))
+        seed = jnp.asarray(rows.seed)
+        return dataclasses.replace(rows, seed=jnp.where(rows.coupled[:, None], seed, jax.vmap(own)(seed, position)))
 
     def accept(
         self, p: jax.Array, proposal: Proposal, usable: jax.Array, draws: SamplingRows, position: jax.Array

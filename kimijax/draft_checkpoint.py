@@ -76,7 +76,7 @@ def load_draft(
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
         raise ConfigError("dtype", str(dtype), "bfloat16 or float32")
     config = load_draft_config(directory, wiring)
-    _check_target(config, wiring, target)
+    _check_target(config, wiring, target.config)
     with FilePool() as pool:
         files = _Files(inspect(directory), config, pool)
         embeds = files.owns_embed(target, own_embed)
@@ -97,9 +97,32 @@ def load_draft(
     return drafter
 
 
-def _check_target(config: DraftConfig, wiring: Wiring, target: Tables) -> None:
+def check_draft(directory: str | FilePath, wiring: Wiring, target: TargetConfig) -> Drafter:
+    """What `load_draft` refuses without the target's arrays: from headers, and the draft vocabulary alone.
+
+    Returns:
+      The drafter's declaration: shapes of what it would hold, and of the tables that it would borrow.
+    Raises:
+      ConfigError, CheckpointError: as `load_draft`; whether an embedding in the files is the target's shows only there.
+    """
+    config = load_draft_config(directory, wiring)
+    _check_target(config, wiring, target)
+    with FilePool() as pool:
+        files = _Files(inspect(directory), config, pool)
+        embeds = config.hidden != config.target_hidden
+        if not embeds and files.has(_EMBED):
+            files.expect(_EMBED, (config.vocab_size, config.hidden), _FLOATS)
+        owns_head = files.owns_head()
+        for pieces in draft_table(config, own_embed=embeds, own_head=owns_head).values():
+            for piece in pieces:
+                files.source(piece)
+        files.target_ids()
+        files.finish()
+    return declare_drafter(config, wiring, dtype=jnp.dtype(jnp.bfloat16), own_embed=embeds, own_head=owns_head)
+
+
+def _check_target(config: DraftConfig, wiring: Wiring, t: TargetConfig) -> None:
     """Refuses a target of another vocabulary, width or depth before any file is opened."""
-    t = target.config
     found = (t.vocab_size, t.hidden, t.n_layers)
     expected = (config.vocab_size, config.target_hidden, wiring.target_layers)
     if found != expected:

@@ -147,24 +147,23 @@ def walk(logits: jax.Array, tree: Tree, rows: SamplingRows, position: jax.Array,
 
 class DraftTree[View: CacheView](DraftChain[View]):
     """The tree of an EAGLE-3 head. A `Proposer` as its base is: prefill and what it observes are a chain's, so that
-    rounds with trees and with chains may alternate; W of its state is the depth + 1 of the round before."""
+    rounds with trees and with chains may alternate."""
 
     def __init__(self, drafter: Drafter, n_tokens: int, shape: TreeShape) -> None:
         super().__init__(drafter, n_tokens)
         shape.check(drafter.config)
         self.shape = shape
 
-    def grow(self, state: ChainState[View], length: jax.Array) -> tuple[Tree, ChainState[View]]:
+    def grow(self, state: ChainState[View], length: jax.Array) -> Tree:
         """The best nodes after `length` (int32 [B]) cached tokens and the token drawn last.
 
-        Extends the cache by the block, as `propose` does. The rows of level i + 2's parents follow from length + i * K
-        on; they see the true rows and, of those, their ancestors' and their own.
+        The rows of level i + 2's parents follow from length + i * K on; they see the true rows and, of those, their
+        ancestors' and their own. As those of `propose` they count for nothing afterwards.
         """
-        d, top_k = self.drafter, self.shape.top_k
-        hidden, view = d.decode(state.tokens, state.features, length - state.count, state.view)
-        last = (state.count - 1)[:, None]
-        log_p = self._log_p(d.logits(_take(hidden.normed, last)))  # [B, 1, Vd]
-        feedback = jnp.repeat(_take(hidden.feedback, last), top_k, axis=1)
+        d, top_k, view = self.drafter, self.shape.top_k, state.view
+        log_p = self._log_p(d.logits(state.normed[:, None]))  # [B, 1, Vd]
+        log_p = jnp.where(state.ready[:, None, None], log_p, -jnp.inf)
+        feedback = jnp.repeat(state.feedback[:, None], top_k, axis=1)
         b, n_rows = length.shape[0], (self.shape.depth - 1) * top_k
         scores, tokens = self._children(jnp.zeros((b, 1), jnp.float32), log_p)
         levels = [(scores, tokens, jnp.full((b, top_k), -1, jnp.int32))]  # and the parent's number among candidates
@@ -179,8 +178,7 @@ class DraftTree[View: CacheView](DraftChain[View]):
             source = chosen // top_k
             feedback, seen = _take(out.feedback, source), _take(seen, source)
             beam_tokens, beams = _take(ids, chosen), chosen + (top_k + i * top_k**2)
-        state = ChainState(state.features, state.tokens, state.count, view)
-        return best_nodes(levels, self.shape.budget), state
+        return best_nodes(levels, self.shape.budget)
 
     def _level(
         self, tokens: jax.Array, features: jax.Array, length: jax.Array, i: int, seen: jax.Array, view: View
@@ -214,10 +212,7 @@ class DraftTree[View: CacheView](DraftChain[View]):
 
     def _log_p(self, logits: jax.Array) -> jax.Array:
         """Log-probabilities [B, N, Vd]; -inf for what is no token, and where logits are not a number."""
-        d = self.drafter
-        if self.n_tokens < d.config.vocab_size:
-            real = d.to_target(jnp.arange(logits.shape[-1], dtype=jnp.int32)) < self.n_tokens
-            logits = jnp.where(real[None, None], logits, -jnp.inf)
+        logits = self._only_tokens(logits.reshape(-1, logits.shape[-1])).reshape(logits.shape)
         # Never above 0 by rounding: a child would pass its parent.
         log_p = jnp.minimum(jax.nn.log_softmax(logits, axis=-1), 0.0)
         return jnp.where(jnp.isnan(log_p), -jnp.inf, log_p)
@@ -280,7 +275,7 @@ def tree_round[View: CacheView](
       What was done, the guesses of all nodes, tokens up to depth + 1; and the rows after it.
     """
     depth = proposer.shape.depth
-    tree, draft = proposer.grow(state.proposer, state.length)
+    tree = proposer.grow(state.proposer, state.length)
     ids = jnp.maximum(jnp.concatenate([state.token[:, None], tree.tokens], axis=1), 0)
     ancestors = tree.ancestors(depth)
     hidden, view = target.decode(
@@ -296,7 +291,7 @@ def tree_round[View: CacheView](
     view = pack(view, target.config.n_layers, state.length, nodes)
     taps = {tap: _take(h, nodes) for tap, h in hidden.taps.items()}
     committed = committed_tokens(found, budget, ends)
-    proposed = proposer.observe(draft, taps, found.tokens, committed)
+    proposed = proposer.observe(state.proposer, taps, found.tokens, state.length, committed)
     made = Round(tree.tokens, found.accepted, found.tokens, committed)
     return made, after_round(state, found, committed, view, proposed)
 

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from . import checkpoint
 from .chat import ChatTemplate
 from .config import GenerationDefaults, TargetConfig, load_config, load_generation_defaults
+from .draft_loading import LoadedDraft, check_options, load_drafter, read_draft, resolve_options
 from .engine.config import EngineConfig, fit_context
 from .engine.engine import Engine
 from .engine.request import FinishReason, Request, Sampling, StepOutput
@@ -25,6 +26,7 @@ from .engine.scheduler import QueueFullError
 from .errors import RequestError
 from .loader import NANO, load_tokenizer, model_directory, place
 from .model import Target, check_taps
+from .speculative_options import SpeculativeOptions
 from .text_stream import Delta as Delta
 from .text_stream import TextStream as TextStream
 from .tokenizer import Tokenizer
@@ -68,8 +70,10 @@ class LLM:
         chat: ChatTemplate | None,
         defaults: GenerationDefaults,
         mesh: Mesh | None,
+        draft: LoadedDraft | None = None,
     ) -> None:
         self.name, self.engine, self.tokenizer, self.chat, self.defaults = name, engine, tokenizer, chat, defaults
+        self.model, self.draft = model, draft
         self.config: TargetConfig = model.config
         self._mesh = mesh
         self._lock = threading.RLock()  # around every use of the engine
@@ -302,6 +306,8 @@ def _completion(request: Request, deltas: Sequence[Delta]) -> Completion:
 def load(
     path: str | Path = "nano",
     *,
+    draft: str | Path | None = None,
+    speculation: SpeculativeOptions | None = None,
     engine: EngineConfig | None = None,
     dtype: Any = None,
     tensor_parallel: int = 1,
@@ -312,20 +318,31 @@ def load(
 
     Args:
       path: a Hugging Face checkpoint directory of the family, or "nano".
+      draft: directory of an EAGLE-3 draft of this model, or "nano": tokens are then drafted and verified, which changes
+        how fast they come and nothing else.
+      speculation: how many are drafted, and how they are accepted (`SpeculativeOptions.resolve`); default: as the
+        draft's files recommend.
       engine: sizes of the engine; default: a context of DEFAULT_CONTEXT tokens.
       dtype: of the weights and activations; default bfloat16 on a GPU, float32 on a CPU.
       tensor_parallel: devices to split the model over.
       latent_norm_eps: eps of the q_a and kv_a norms; default rms_norm_eps, see `load_config`.
       progress: show a progress bar on stderr.
     Raises:
-      ConfigError, CheckpointError, TokenizerError, TemplateError: what does not fit, before anything is served.
+      ConfigError, WiringError, CheckpointError, TokenizerError, TemplateError: what does not fit, before anything is
+        served; a draft that does not belong to this model too.
     """
     directory = model_directory(path)
     config = load_config(directory, latent_norm_eps=latent_norm_eps)
     tokenizer, chat = load_tokenizer(directory, config)
     placement = place(dtype, tensor_parallel)
+    files = None if draft is None else read_draft(draft, directory, config, tokenizer)
+    if speculation is None and files is not None:
+        speculation = resolve_options(files)
     if engine is None:
-        engine = EngineConfig(context_length=fit_context(DEFAULT_CONTEXT, config.max_positions))
+        positions = config.max_positions if files is None else min(config.max_positions, files.config.max_positions)
+        engine = EngineConfig(context_length=fit_context(DEFAULT_CONTEXT, positions))
+    if speculation is not None:
+        check_options(files, speculation, engine.context_length)
     model = checkpoint.load(
         directory,
         config,
@@ -334,6 +351,7 @@ def load(
         unpack_int4=placement.unpack_int4,
         progress=progress,
     )
+    loaded = None if speculation is None else load_drafter(files, speculation, model, placement, progress=progress)
     stop_ids = config.eos_token_ids if tokenizer is None else tokenizer.stop_ids
     return LLM(
         name="kimi-nano" if directory == NANO else directory.resolve().name,
@@ -341,6 +359,7 @@ def load(
         engine=Engine(
             model,
             engine,
+            **_speculation(loaded),
             n_tokens=None if tokenizer is None else tokenizer.vocab_size,
             stop_ids=tuple(stop_ids),
             mesh=placement.mesh,
@@ -349,4 +368,12 @@ def load(
         chat=chat,
         defaults=load_generation_defaults(directory),
         mesh=placement.mesh,
+        draft=loaded,
     )
+
+
+def _speculation(loaded: LoadedDraft | None) -> dict[str, Any]:
+    """The engine's arguments that a draft adds."""
+    if loaded is None:
+        return {}
+    return {"drafter": loaded.drafter, "speculation": loaded.options, "recorded": loaded.recorded}

@@ -2,6 +2,10 @@
 
 A row's randomness is a function of (seed, position, purpose) alone, so that it does not depend on batch row, engine
 step or padding. Filters find their threshold by bisection over the bits of a float instead of sorting the vocabulary.
+
+A token is the argmax of log p plus Gumbel noise. A drafter that adds the same noise to log q guesses the same token
+more often than one that draws for itself, and the token stays what the target draws without any guess: such rows are
+`coupled` (Gumbel coupling: arXiv:2408.07978).
 """
 
 from collections.abc import Callable
@@ -37,12 +41,18 @@ class SamplingRows:
     top_p: jax.Array  # float32 [B], 1 off
     min_p: jax.Array  # float32 [B], 0 off
     seed: jax.Array  # uint32 [B, 2], high and low word
+    coupled: jax.Array  # bool [B]; tokens depend on (seed, position) alone, whatever was guessed
 
     @staticmethod
     def of(
-        temperature: list[float], top_k: list[int], top_p: list[float], min_p: list[float], seed: list[int]
+        temperature: list[float],
+        top_k: list[int],
+        top_p: list[float],
+        min_p: list[float],
+        seed: list[int],
+        coupled: list[bool] | None = None,
     ) -> "SamplingRows":
-        """From one value a row; `seed` below 2**64."""
+        """From one value a row; `seed` below 2**64; `coupled` None: no row is."""
         words = [[s >> 32, s & 0xFFFFFFFF] for s in seed]
         return SamplingRows(
             np.asarray(temperature, np.float32),  # type: ignore[arg-type]  # NumPy in, moved by the jitted call
@@ -50,6 +60,7 @@ class SamplingRows:
             np.asarray(top_p, np.float32),  # type: ignore[arg-type]
             np.asarray(min_p, np.float32),  # type: ignore[arg-type]
             np.asarray(words, np.uint32),  # type: ignore[arg-type]
+            np.asarray([False] * len(seed) if coupled is None else coupled, np.bool_),  # type: ignore[arg-type]
         )
 
 
@@ -180,8 +191,50 @@ def key_at(words: jax.Array, position: jax.Array, purpose: Purpose) -> jax.Array
 
 def draw_from(p: jax.Array, rows: SamplingRows, position: jax.Array, purpose: Purpose) -> jax.Array:
     """One id a row, int32 [B], of weights p [B, V]: 0 is never drawn, and their sum does not matter."""
-    scores = jnp.where(p > 0, jnp.log(p), -jnp.inf)
-    return argmax(scores + gumbel(rows.seed, position, p.shape[-1], purpose))
+    return _drawn_with(p, gumbel(rows.seed, position, p.shape[-1], purpose))
+
+
+def _drawn_with(p: jax.Array, noise: jax.Array) -> jax.Array:
+    return argmax(jnp.where(p > 0, jnp.log(p), -jnp.inf) + noise)
+
+
+def draw_guess(
+    p: jax.Array, rows: SamplingRows, position: jax.Array, ids: jax.Array | None, vocab_size: int
+) -> jax.Array:
+    """What a drafter guesses: one column of p a row, int32 [B].
+
+    A row that is not coupled draws with noise of its own (`Purpose.DRAFT`). A coupled one draws with the noise that
+    `sample` adds to the target's scores. Guess and token are then the same with chance
+
+        sum over x of 1 / sum over y of max(p(y) / p(x), q(y) / q(x)),
+
+    no less than (1 - d) / (1 + d) for distributions of total variation distance d; with separate noise it is
+    sum over x of p(x) q(x).
+
+    Args:
+      p: float32 [B, Vd], what the guesses are drawn from.
+      rows: settings; what greedy rows get means nothing.
+      position: int32 [B], index in its request of the token that is guessed.
+      ids: int32 [Vd], the target's id of each column; None: columns are the target's ids.
+      vocab_size: columns of the target's logits.
+    """
+    if ids is None and p.shape[-1] != vocab_size:
+        raise ValueError(f"p has {p.shape[-1]} columns, and the target's logits {vocab_size}: `ids` must say which")
+    samples = ~is_greedy(rows)
+
+    def separate() -> jax.Array:
+        return gumbel(rows.seed, position, p.shape[-1], Purpose.DRAFT)
+
+    def shared() -> jax.Array:
+        noise = gumbel(rows.seed, position, vocab_size)
+        return noise if ids is None else noise[:, ids]
+
+    def either() -> jax.Array:
+        return jnp.where(rows.coupled[:, None], shared(), separate())
+
+    one, other = (rows.coupled & samples).any(), (~rows.coupled & samples).any()
+    noise = jax.lax.cond(one, lambda: jax.lax.cond(other, either, shared), separate)
+    return _drawn_with(p, noise)
 
 
 def sample(logits: jax.Array, rows: SamplingRows, position: jax.Array, n_tokens: int) -> jax.Array:

@@ -5,7 +5,8 @@ A request with n tokens in the target's cache has one token more, x[n], drawn bu
     1  lets a proposer guess x[n+1] ... x[n+k],
     2  runs the target over x[n] and the guesses at positions n ... n+k, with the wiring's taps,
     3  accepts the leading guesses that the target's distribution allows, and draws one more token from it,
-    4  tells the proposer what the target computed at the positions that stayed.
+    4  tells the proposer what the target computed at the positions that stayed: between two rounds its cache, too, has
+       a row for each token that the target's has, made of the target's own features.
 
 Rejected guesses are rolled back by the length alone: their cache rows lie at or past it. Every program stores its rows
 before it attends, from the length on, and a query at position t reads rows up to t only: what a rejected guess left
@@ -16,7 +17,7 @@ that sticks out, `PagedView` would drop it).
 All of it is pure functions of arrays of fixed shapes, for any view of a cache; `speculator` compiles them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -25,10 +26,14 @@ import jax.numpy as jnp
 
 from .cache import CacheView
 from .draft_config import DraftConfig
-from .drafter import Drafter
+from .drafter import Drafter, DraftHidden
 from .model import Target
-from .sampling import Purpose, SamplingRows, argmax, distribution, draw_from, is_greedy, sample
-from .verification import NO_TOKEN, TOKEN_BY_TOKEN, Proposal, Rule, Verified, entry, verify
+from .sampling import Purpose, SamplingRows, argmax, distribution, draw_from, is_greedy, only_tokens, sample
+from .simulated import simulated_accepts
+from .verification import NO_TOKEN, TOKEN_BY_TOKEN, Proposal, Rule, Verified, entry, leading, verify
+
+# From a drafter's logits [B, C], the guesses before them int32 [B, i] and the ids of the columns to logits [B, C].
+DraftProcess = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
 
 
 class Proposer[S](Protocol):
@@ -54,18 +59,26 @@ class Proposer[S](Protocol):
         """
         ...
 
-    def propose(self, state: S, length: jax.Array, rows: SamplingRows, k: int) -> tuple[Proposal, S]:
-        """Guess tokens length + 1 ... length + k of rows that have `length` (int32 [B]) tokens cached; k may be 0."""
+    def propose(
+        self, state: S, length: jax.Array, rows: SamplingRows, k: int, process: DraftProcess | None = None
+    ) -> tuple[Proposal, S]:
+        """Guess tokens length + 1 ... length + k of rows that have `length` (int32 [B]) tokens cached; k may be 0.
+
+        `process` is what the request's rules make of the guesses' logits.
+        """
         ...
 
-    def observe(self, state: S, taps: Mapping[int, jax.Array], tokens: jax.Array, committed: jax.Array) -> S:
-        """See what became of the guesses.
+    def observe(
+        self, state: S, taps: Mapping[int, jax.Array], tokens: jax.Array, start: jax.Array, committed: jax.Array
+    ) -> S:
+        """See what became of the guesses, or of tokens that were decoded without any.
 
         Args:
           state: as `propose` returned it.
-          taps: tap -> [B, k + 1, D] of the positions length ... length + k.
-          tokens: int32 [B, k + 1], the token after each of these positions.
-          committed: int32 [B], how many of these are true; 0: the row stays as it was.
+          taps: tap -> [B, T, D] of the positions start ... start + T - 1.
+          tokens: int32 [B, T], the token after each of these positions.
+          start: int32 [B], tokens that were cached before.
+          committed: int32 [B], how many of `tokens` are true; 0: the row stays as it was.
         """
         ...
 
@@ -73,25 +86,26 @@ class Proposer[S](Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ChainState[View: CacheView]:
-    """The EAGLE-3 chain's rows: its cache, and the block of true features that is not in it yet.
+    """The EAGLE-3 chain's rows: its cache, and what the head gave at each row's newest position.
 
-    Row t of the cache belongs to position t and token x[t+1]. Those before the block were made from true features.
+    Row t of the cache belongs to position t and token x[t+1]. Between rounds rows 0 ... length - 1 hold what the
+    target's features make them, `length` being that of the target's cache.
     """
 
-    features: jax.Array  # [B, W, D], fused; entries from `count` on hold anything
-    tokens: jax.Array  # int32 [B, W], the token after each
-    count: jax.Array  # int32 [B], 1 ... W; the block ends at the row before the target's length
+    feedback: jax.Array  # [B, D], of row length - 1: the features of the second guess
+    normed: jax.Array  # [B, D], of the same row: the first guess is the head's output for it
+    ready: jax.Array  # bool [B]; without it there is no such output yet, and the next round guesses nothing
     view: View
 
     @staticmethod
-    def empty(view: View, batch: int, block: int, config: DraftConfig, dtype: Any) -> "ChainState[View]":
-        """Before a prompt; `block` is W, the k + 1 of the rounds to come."""
-        features, ids = jnp.zeros((batch, block, config.hidden), dtype), jnp.zeros((batch, block), jnp.int32)
-        return ChainState(features, ids, jnp.ones(batch, jnp.int32), view)
+    def empty(view: View, batch: int, config: DraftConfig, dtype: Any) -> "ChainState[View]":
+        """Before a prompt."""
+        zeros = jnp.zeros((batch, config.hidden), dtype)
+        return ChainState(zeros, zeros, jnp.zeros(batch, jnp.bool), view)
 
 
 class DraftChain[View: CacheView]:
-    """The chain of an EAGLE-3 head. A `Proposer`; W of its state is the k + 1 of the round before."""
+    """The chain of an EAGLE-3 head. A `Proposer`."""
 
     def __init__(self, drafter: Drafter, n_tokens: int) -> None:
         self.drafter, self.n_tokens = drafter, n_tokens
@@ -108,64 +122,79 @@ class DraftChain[View: CacheView]:
         start: jax.Array,
         last: jax.Array,
     ) -> ChainState[View]:
-        features = self.drafter.fuse(taps)
-        _, view = self.drafter.decode(following, features, start, state.view)
+        hidden, view = self.drafter.decode(following, self.drafter.fuse(taps), start, state.view)
         t = following.shape[1]
-        here, at = ((last >= 0) & (last < t))[:, None], jnp.clip(last, 0, t - 1)
-        block = state.features.at[:, 0].set(jnp.where(here, entry(features, at), state.features[:, 0]))
-        tokens = state.tokens.at[:, 0].set(jnp.where(here[:, 0], entry(following, at), state.tokens[:, 0]))
-        return ChainState(block, tokens, state.count, view)
+        here = (last >= 0) & (last < t)
+        return self._at(state, hidden, jnp.clip(last, 0, t - 1), here, view)
 
     def propose(
-        self, state: ChainState[View], length: jax.Array, rows: SamplingRows, k: int
+        self,
+        state: ChainState[View],
+        length: jax.Array,
+        rows: SamplingRows,
+        k: int,
+        process: DraftProcess | None = None,
     ) -> tuple[Proposal, ChainState[View]]:
-        """Extends the cache by the block, then feeds each guess and the output before it back for the next.
+        """Feeds each guess, and the output that it was drawn from, back for the next.
 
-        The extension writes rows past the block's true ones where fewer were committed than W; the chain's steps and
-        the next extension, which begins right behind the true ones, overwrite them before they are seen.
+        The rows that this leaves in the cache lie at the length and behind it, where `observe` overwrites them.
         """
         d = self.drafter
-        hidden, view = d.decode(state.tokens, state.features, length - state.count, state.view)
+        if k == 0:
+            return Proposal(jnp.zeros((length.shape[0], 0), jnp.int32), None), state
         own = d.target_ids[...] if d.config.is_reduced else None
         tokens: list[jax.Array] = []
         q: list[jax.Array] = []
-        feedback = entry(hidden.feedback, state.count - 1)
+        feedback, view = state.feedback, state.view
+        logits = d.logits(state.normed[:, None])[:, 0]
         for i in range(k):
-            if i == 0:
-                logits = d.logits(entry(hidden.normed, state.count - 1)[:, None])[:, 0]
-            else:
-                guess = jnp.maximum(tokens[-1], 0)
-                out, view = d.step(guess, feedback, length + (i - 1), view)
+            if i > 0:
+                out, view = d.step(jnp.maximum(tokens[-1], 0), feedback, length + (i - 1), view)
                 feedback, logits = out.feedback, out.logits
+            if process is not None:
+                guesses = jnp.stack(tokens, axis=1) if tokens else jnp.zeros((length.shape[0], 0), jnp.int32)
+                logits = process(self._only_tokens(logits), guesses, own)
             ids, p = self._draw(logits, rows, length + (i + 1))
-            tokens.append(jnp.where(ids >= 0, d.to_target(jnp.maximum(ids, 0)), NO_TOKEN))
+            known = state.ready & (ids >= 0)
+            tokens.append(jnp.where(known, d.to_target(jnp.maximum(ids, 0)), NO_TOKEN))
             q.append(p)
-        state = ChainState(state.features, state.tokens, state.count, view)
-        if k == 0:
-            return Proposal(jnp.zeros((length.shape[0], 0), jnp.int32), None), state
+        # Not the view: what the guesses left in it counts for nothing.
         return Proposal(jnp.stack(tokens, axis=1), jnp.stack(q, axis=1), own), state
 
     def observe(
-        self, state: ChainState[View], taps: Mapping[int, jax.Array], tokens: jax.Array, committed: jax.Array
+        self,
+        state: ChainState[View],
+        taps: Mapping[int, jax.Array],
+        tokens: jax.Array,
+        start: jax.Array,
+        committed: jax.Array,
     ) -> ChainState[View]:
-        """The block of the next round. A row that stays keeps its last entry: the others are in the cache by now."""
-        features, moved = self.drafter.fuse(taps), (committed > 0)[:, None]
-        wide = ((0, 0), (0, tokens.shape[1] - 1))
-        kept = jnp.pad(entry(state.features, state.count - 1)[:, None], (*wide, (0, 0)))
-        kept_token = jnp.pad(entry(state.tokens, state.count - 1)[:, None], wide)
+        """Computes the rows of the committed tokens. Those behind them are overwritten before they are seen."""
+        hidden, view = self.drafter.decode(jnp.maximum(tokens, 0), self.drafter.fuse(taps), start, state.view)
+        return self._at(state, hidden, jnp.maximum(committed - 1, 0), committed > 0, view)
+
+    def _at(
+        self, state: ChainState[View], hidden: DraftHidden, row: jax.Array, here: jax.Array, view: View
+    ) -> ChainState[View]:
+        """With the outputs at int32 [B] of a block where `here` (bool [B]), else those there were."""
         return ChainState(
-            jnp.where(moved[..., None], features, kept),
-            jnp.where(moved, jnp.maximum(tokens, 0), kept_token),
-            jnp.maximum(committed, 1),
-            state.view,
+            jnp.where(here[:, None], entry(hidden.feedback, row), state.feedback),
+            jnp.where(here[:, None], entry(hidden.normed, row), state.normed),
+            state.ready | here,
+            view,
         )
+
+    def _only_tokens(self, logits: jax.Array) -> jax.Array:
+        """Logits [B, Vd], -inf for ids that belong to no token."""
+        d = self.drafter
+        if self.n_tokens >= d.config.vocab_size:
+            return logits
+        real = d.to_target(jnp.arange(logits.shape[-1], dtype=jnp.int32)) < self.n_tokens
+        return jnp.where(real[None], logits, -jnp.inf)
 
     def _draw(self, logits: jax.Array, rows: SamplingRows, position: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Draft ids int32 [B] (NO_TOKEN where logits are not a number) and what they were drawn from, [B, Vd]."""
-        d = self.drafter
-        if self.n_tokens < d.config.vocab_size:
-            real = d.to_target(jnp.arange(logits.shape[-1], dtype=jnp.int32)) < self.n_tokens
-            logits = jnp.where(real[None], logits, -jnp.inf)
+        logits = self._only_tokens(logits)
         best, greedy = argmax(logits), is_greedy(rows)
 
         def drawn() -> tuple[jax.Array, jax.Array]:
@@ -208,6 +237,7 @@ def speculative_round[S, View: CacheView](
     n_tokens: int,
     experts: str = "reference",
     rule: Rule = TOKEN_BY_TOKEN,
+    simulated: jax.Array | None = None,
 ) -> tuple[Round, RowState[S, View]]:
     """One round of B requests. With k = 0 it is plain decoding, and the proposer still sees what it must.
 
@@ -222,16 +252,69 @@ def speculative_round[S, View: CacheView](
       n_tokens: ids that belong to a token.
       experts: implementation of the target's expert product.
       rule: of acceptance.
+      simulated: float32 [>= k], `simulated.simulated_chances`: so many guesses are taken whatever the target says.
+        Costs are those of real rounds; the tokens are nobody's output.
     """
-    draws = rule.draws(rows, state.length + 1)
-    proposal, draft = proposer.propose(state.proposer, state.length, draws, k)
+    proposal, draft = proposer.propose(state.proposer, state.length, rule.draws(rows, state.length + 1), k)
+    state = RowState(state.token, state.length, state.view, draft)
+    made, state, _ = verify_round(
+        target,
+        proposer,
+        state,
+        proposal,
+        rows,
+        budget,
+        ends,
+        n_tokens=n_tokens,
+        experts=experts,
+        rule=rule,
+        simulated=simulated,
+    )
+    return made, state
+
+
+def verify_round[S, View: CacheView](
+    target: Target,
+    proposer: Proposer[S],
+    state: RowState[S, View],
+    proposal: Proposal,
+    rows: SamplingRows,
+    budget: jax.Array,
+    ends: jax.Array,
+    *,
+    n_tokens: int,
+    experts: str = "reference",
+    rule: Rule = TOKEN_BY_TOKEN,
+    process: Callable[[jax.Array], jax.Array] | None = None,
+    simulated: jax.Array | None = None,
+) -> tuple[Round, RowState[S, View], jax.Array]:
+    """The part of `speculative_round` behind the proposal, for rounds whose guesses the host sees before.
+
+    Args:
+      process: what the requests' rules make of the block's logits float32 [B, k + 1, V].
+    Returns:
+      What was done, the rows after it, and the target's logits before any processing.
+    """
     ids = jnp.maximum(jnp.concatenate([state.token[:, None], proposal.tokens], axis=1), 0)
     hidden, view = target.decode(ids, state.length, state.view, taps=proposer.taps, experts=experts)
-    found = verify(target.logits(hidden.last), proposal, rows, state.length + 1, n_tokens, rule)
+    raw = only_tokens(target.logits(hidden.last), n_tokens)
+    logits = raw if process is None else process(raw)
+    found = verify(logits, proposal, rows, state.length + 1, n_tokens, rule)
+    if simulated is not None:
+        found = _pretended(found, proposal, simulated_accepts(simulated, rows.seed, state.length + 1))
     committed = committed_tokens(found, budget, ends)
-    proposed = proposer.observe(draft, hidden.taps, found.tokens, committed)
+    proposed = proposer.observe(state.proposer, hidden.taps, found.tokens, state.length, committed)
     made = Round(proposal.tokens, found.accepted, found.tokens, committed)
-    return made, after_round(state, found, committed, view, proposed)
+    return made, after_round(state, found, committed, view, proposed), raw
+
+
+def _pretended(found: Verified, proposal: Proposal, accepted: jax.Array) -> Verified:
+    """As if so many guesses (int32 [B]) had passed, at most those there are."""
+    n = jnp.minimum(accepted, leading(proposal.tokens >= 0))[:, None]
+    offset = jnp.arange(found.tokens.shape[1], dtype=jnp.int32)[None]
+    guesses = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+    tokens = jnp.where(offset < n, guesses, jnp.where(offset == n, found.tokens[:, :1], NO_TOKEN))
+    return Verified(tokens, n[:, 0])
 
 
 def committed_tokens(found: Verified, budget: jax.Array, ends: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ once, at the end. Shapes are fixed by the batch, the context and the chunk, so t
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +21,18 @@ from .cache import CacheView, Window
 from .drafter import Drafter, draft_cache
 from .errors import ConfigError, RequestError
 from .model import Target
+from .rounds import Record, decode_rounds, is_end
 from .sampling import SamplingRows
 from .speculation import (
-    NO_TOKEN,
     ChainState,
     DraftChain,
     Proposer,
+    Round,
     RowState,
     prefill_chunk,
     speculative_round,
 )
+from .verification import NO_TOKEN
 
 
 @dataclass(frozen=True)
@@ -57,17 +59,6 @@ class Generation:
         return Acceptance.of((r.accepted for r in self.rounds), k)
 
 
-class Record(NamedTuple):
-    """What a loop over rounds wrote down; R rounds at most, `room` tokens a row."""
-
-    tokens: jax.Array  # int32 [B, room], NO_TOKEN behind a row's last
-    produced: jax.Array  # int32 [B]
-    ended: jax.Array  # bool [B], by a token of `ends`, or one that is none
-    guesses: jax.Array  # int32 [R, B, k]
-    accepted: jax.Array  # int32 [R, B], -1 where the row idled
-    n_rounds: jax.Array  # int32, that were run
-
-
 def run_rounds[S, View: CacheView](
     target: Target,
     proposer: Proposer[S],
@@ -86,7 +77,7 @@ def run_rounds[S, View: CacheView](
     Args:
       target: the model.
       proposer: of guesses.
-      state: after prefill, the chain's block k + 1 wide; both views have room for limit + k rows from the length on.
+      state: after prefill; both views have room for limit + k rows from the length on.
       rows: settings.
       limit: int32 [B], most tokens of each row, the one that prefill drew included, at most `room`; 0: the row idles.
       ends: int32 [B, E], ids that end a row, padded with NO_TOKEN.
@@ -94,43 +85,24 @@ def run_rounds[S, View: CacheView](
       room: tokens of a row that are kept.
       n_tokens: ids that belong to a token.
       experts: implementation of the target's expert product.
+    Returns:
+      The record, prefill's token in front, and the rows.
     """
-    b, most = limit.shape[0], max(room - 1, 1)
 
-    def is_end(tokens: jax.Array) -> jax.Array:  # [B, T]
-        return (tokens[..., None] == ends[:, None]).any(axis=-1) | (tokens < 0)
+    def step(state: RowState[S, View], budget: jax.Array) -> tuple[Round, RowState[S, View]]:
+        return speculative_round(target, proposer, state, rows, budget, ends, k=k, n_tokens=n_tokens, experts=experts)
 
-    def busy(record: Record) -> jax.Array:
-        return ~record.ended & (record.produced < limit)
-
-    def step(carry: tuple[Record, RowState[S, View]]) -> tuple[Record, RowState[S, View]]:
-        record, state = carry
-        budget = jnp.where(busy(record), limit - record.produced, 0)
-        made, state = speculative_round(
-            target, proposer, state, rows, budget, ends, k=k, n_tokens=n_tokens, experts=experts
-        )
-        offset = jnp.arange(k + 1, dtype=jnp.int32)[None]
-        counts = offset < made.committed[:, None]
-        places = jnp.where(counts, record.produced[:, None] + offset, room)  # past the end: dropped
-        return Record(
-            record.tokens.at[jnp.arange(b)[:, None], places].set(made.tokens, mode="drop"),
-            record.produced + made.committed,
-            record.ended | (is_end(made.tokens) & counts).any(axis=1),
-            record.guesses.at[record.n_rounds].set(made.guesses),
-            record.accepted.at[record.n_rounds].set(jnp.where(budget > 0, made.accepted, -1)),
-            record.n_rounds + 1,
-        ), state
-
-    live = limit > 0
-    record = Record(
-        jnp.full((b, room), NO_TOKEN, jnp.int32).at[:, 0].set(jnp.where(live, state.token, NO_TOKEN)),
-        live.astype(jnp.int32),
-        live & is_end(state.token[:, None])[:, 0],
-        jnp.zeros((most, b, k), jnp.int32),
-        jnp.full((most, b), -1, jnp.int32),
-        jnp.int32(0),
-    )
-    return jax.lax.while_loop(lambda carry: busy(carry[0]).any(), step, (record, state))
+    first = jnp.where(limit > 0, state.token, NO_TOKEN)
+    over = (limit > 0) & is_end(state.token[:, None], ends)[:, 0]
+    begun = (limit > 0).astype(jnp.int32)
+    left = jnp.where(over, 0, limit - begun)
+    sizes = {"width": k + 1, "n_guesses": k, "room": room - 1, "most": max(room - 1, 1)}
+    record, state = decode_rounds(step, state, left, ends, **sizes)
+    return record._replace(
+        tokens=jnp.concatenate([first[:, None], record.tokens], axis=1),
+        produced=record.produced + begun,
+        ended=record.ended | over,
+    ), state
 
 
 class Speculator:
@@ -187,7 +159,7 @@ class Speculator:
         self._target_config, self._draft_config = t, d
         self._dtype = target.embed.get_value().dtype, drafter.fc.get_value().dtype
         everywhere = None if mesh is None else NamedSharding(mesh, P())
-        self._begin = jax.jit(self._empty, static_argnames="k", out_shardings=everywhere)
+        self._begin = jax.jit(self._empty, out_shardings=everywhere)
         options = {"n_tokens": n_tokens, "experts": experts}
         self._prefill = jax.jit(
             functools.partial(self._prefill_program, **options), static_argnames="first", donate_argnums=1
@@ -253,7 +225,7 @@ class Speculator:
         pad = self.batch - len(prompts)
         # Padding rows are greedy copies: they idle, and a temperature would cost every row the sampler.
         rows = jax.tree.map(lambda x: np.concatenate([x, np.zeros((pad, *x.shape[1:]), x.dtype)]), rows)
-        state = self._call(self._begin, k=k)
+        state = self._call(self._begin)
         for start in range(0, int(n_prompt.max()), self.chunk):
             part = ids[:, start : start + self.chunk + 1]
             at = np.full(self.batch, start, np.int32)
@@ -285,11 +257,11 @@ class Speculator:
         with jax.set_mesh(self.mesh):
             return program(*args, **static)
 
-    def _empty(self, k: int) -> RowState[ChainState[Window], Window]:
+    def _empty(self) -> RowState[ChainState[Window], Window]:
         b, s, c = self.batch, self._rows_cached, self._target_config
         target, draft = self._dtype
         view = Window(tuple(jnp.zeros((b, s, c.latent_dim), target) for _ in range(c.n_layers)))
-        chain = ChainState.empty(draft_cache(self._draft_config, b, s, draft), b, k + 1, self._draft_config, draft)
+        chain = ChainState.empty(draft_cache(self._draft_config, b, s, draft), b, self._draft_config, draft)
         return RowState(jnp.zeros(b, jnp.int32), jnp.zeros(b, jnp.int32), view, chain)
 
     def _models(self, leaves: list[list[jax.Array]]) -> tuple[Target, Drafter]:

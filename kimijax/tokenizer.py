@@ -275,40 +275,71 @@ class IncrementalDetokenizer:
         """The stop string that ended the text, if one did."""
         self.n_tokens = 0
         """Ids consumed so far, hidden ones included; the last one counted is the one that completed the stop string."""
+        self.n_shown = 0
+        """Characters returned so far."""
+        self.start: int | None = None
+        """The character of the whole text that holds the first byte of the latest id; None for an id without text."""
+        self._n_decoded = 0
+        self._unstoppable = 0  # a stop string has to end after this many characters
 
-    def feed(self, ids: Iterable[int]) -> str:
-        """Consume ids and return the text that is now certain. Ids after the end are not consumed and give ""."""
+    def feed(self, ids: Iterable[int], *, may_stop: bool = True) -> str:
+        """Consume ids and return the text that is now certain. Ids after the end are not consumed and give "".
+
+        `may_stop`: whether these ids can complete a stop string; if not, a later id can complete one that they begin.
+        """
         out: list[str] = []
         for token_id in ids:
             if self.finished:
                 break
             self.n_tokens += 1
+            self.start = None
             if token_id not in self._skipped:
-                out.append(self._advance(self._utf8.decode(self._tokenizer.token_bytes(token_id))))
+                new = self._decode(self._tokenizer.token_bytes(token_id))
+                if not may_stop:
+                    self._unstoppable = self._n_decoded
+                out.append(self._advance(new))
         return "".join(out)
+
+    def _decode(self, data: bytes) -> str:
+        """The characters that one id's bytes complete."""
+        if not data:
+            return ""
+        first = self._utf8.decode(data[:1])
+        # The byte is in the last character so far, be that complete or not.
+        incomplete = bool(self._utf8.getstate()[0])
+        self.start = self._n_decoded + len(first) + incomplete - 1
+        new = first + self._utf8.decode(data[1:])
+        self._n_decoded += len(new)
+        return new
 
     def flush(self) -> str:
         """End of the ids: return what was held back, an incomplete character as U+FFFD. Later calls give ""."""
         if self.finished:
             return ""
-        out = self._advance(self._utf8.decode(b"", final=True)) + self._held
+        out = self._advance(self._utf8.decode(b"", final=True))
+        self.n_shown += len(self._held)
+        out += self._held
         self._held, self.finished = "", True
         return out
 
     def _advance(self, new: str) -> str:
         """Append decoded text and return the part that no stop string can touch any more."""
         if not self._stop or not new:
+            self.n_shown += len(new)
             return new
         text = self._held + new
-        found = [(at + len(s), at, s) for s in self._stop if (at := text.find(s)) >= 0]
+        free = self._unstoppable - self.n_shown  # `text` begins at character n_shown
+        found = [(at + len(s), at, s) for s in self._stop if (at := text.find(s, max(0, free - len(s) + 1))) >= 0]
         if found:
             _, at, self.stop_reason = min(found)
             self._held, self.finished = "", True
+            self.n_shown += at
             return text[:at]
         keep = next(
             (i for i in range(max(0, len(text) - self._reach + 1), len(text)) if self._may_stop(text[i:])), len(text)
         )
         self._held = text[keep:]
+        self.n_shown += keep
         return text[:keep]
 
     def _may_stop(self, tail: str) -> bool:

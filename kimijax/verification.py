@@ -1,5 +1,6 @@
 """Accepting guesses so that nothing is lost: the tokens are distributed as the target alone would draw them."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -115,9 +116,11 @@ def verify(
 ) -> Verified:
     """Accept or replace guesses so that the tokens are distributed as the target alone would draw them.
 
-    Greedy rows accept a guess that is the most probable token (the lowest id of a tie). For others the rule decides, on
-    p, the target's distribution after the row's temperature and filters. After k accepted guesses the block's last
-    token is drawn from p, with the random numbers that decoding without guesses has at that position.
+    Greedy rows accept a guess that is the most probable token (the lowest id of a tie). Coupled rows accept one that is
+    the token which decoding without guesses draws there, with the same random numbers: their text is that of k = 0,
+    whatever was guessed. For others the rule decides, on p, the target's distribution after the row's temperature and
+    filters. After k accepted guesses the block's last token is drawn from p, with the random numbers that decoding
+    without guesses has at that position.
 
     Args:
       logits: float32 [B, k + 1, V], of entry i after the context and guesses 0 ... i - 1.
@@ -132,34 +135,55 @@ def verify(
     logits = only_tokens(logits, n_tokens)
     if k == 0:
         return Verified(sample(logits[:, 0], rows, position, n_tokens)[:, None], jnp.zeros(b, jnp.int32))
-    broken = jnp.isnan(logits).any(axis=-1)
-    best = jnp.where(broken, NO_TOKEN, argmax(logits))
-    usable = (proposal.tokens >= 0) & ~broken[:, :k]
-    exact = usable & (proposal.tokens == best[:, :k])
-    greedy = is_greedy(rows)
+    known = is_greedy(rows) | rows.coupled
+    alone = _tokens_without_guesses(logits, rows, position, n_tokens)
+    usable = (proposal.tokens >= 0) & (alone[:, :k] >= 0)
+    exact = leading(usable & (proposal.tokens == alone[:, :k]))
 
-    def all_greedy() -> tuple[jax.Array, jax.Array]:
-        n = leading(exact)
-        return n, entry(best, n)
+    def all_known() -> tuple[jax.Array, jax.Array]:
+        return exact, entry(alone, exact)
 
     def mixed() -> tuple[jax.Array, jax.Array]:
         draws = rule.draws(rows, position)
-        each = jax.tree.map(lambda x: jnp.repeat(x, k, axis=0), rows)
+        each = jax.tree.map(lambda x: jnp.repeat(x, k, axis=0), _only(rows, ~known))
         p = distribution(logits[:, :k].reshape(b * k, v), each).reshape(b, k, v)
         passed, left = rule.accept(p, proposal, usable, draws, position)
-        n = jnp.where(greedy, leading(exact), passed)
-        plain = sample(entry(logits, n), rows, position + n, n_tokens)
+        n = jnp.where(known, exact, passed)
+        plain = sample(entry(logits, n), _only(rows, ~known), position + n, n_tokens)
         i = jnp.minimum(n, k - 1)
         # p and q that differ by rounding alone leave nothing, if a guess is rejected then at all.
         left = jnp.where(left.sum(axis=-1, keepdims=True) > 0, left, entry(p, i))
         instead = draw_from(left, draws, position + i, Purpose.RESIDUAL)
-        return n, jnp.where((n < k) & ~greedy & entry(usable, i), instead, plain)
+        drawn = jnp.where((n < k) & entry(usable, i), instead, plain)
+        return n, jnp.where(known, entry(alone, n), drawn)
 
-    n, last = jax.lax.cond(greedy.all(), all_greedy, mixed)
+    n, last = jax.lax.cond(known.all(), all_known, mixed)
     offset = jnp.arange(width, dtype=jnp.int32)[None]
     guesses = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
     tokens = jnp.where(offset < n[:, None], guesses, jnp.where(offset == n[:, None], last[:, None], NO_TOKEN))
     return Verified(tokens, n)
+
+
+def _tokens_without_guesses(logits: jax.Array, rows: SamplingRows, position: jax.Array, n_tokens: int) -> jax.Array:
+    """The token after each entry of a block as decoding without guesses draws it, int32 [B, k + 1], of greedy and of
+    coupled rows. Of others it is the most probable one. NO_TOKEN where logits are not a number."""
+    b, width, v = logits.shape
+    drawing = rows.coupled & ~is_greedy(rows)
+
+    def most_probable() -> jax.Array:
+        return jnp.where(jnp.isnan(logits).any(axis=-1), NO_TOKEN, argmax(logits))
+
+    def drawn() -> jax.Array:
+        each = jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), _only(rows, drawing))
+        at = position[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+        return sample(logits.reshape(b * width, v), each, at.reshape(-1), n_tokens).reshape(b, width)
+
+    return jax.lax.cond(drawing.any(), drawn, most_probable)
+
+
+def _only(rows: SamplingRows, some: jax.Array) -> SamplingRows:
+    """Settings with all but `some` rows (bool [B]) greedy, so that no work is done for their filters."""
+    return dataclasses.replace(rows, temperature=jnp.where(some, rows.temperature, 0.0))
 
 
 def acceptance_draws(draws: SamplingRows, position: jax.Array, k: int) -> jax.Array:

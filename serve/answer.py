@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 from kimijax.engine.request import StepOutput
 from kimijax.engine.runner import RunnerStoppedError
@@ -20,12 +21,15 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int
+    """Tokens of the prompts that were in the cache already; those of a prompt with several choices count once."""
 
-    def json(self) -> dict[str, int]:
+    def json(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 
@@ -53,7 +57,12 @@ class Answer:
 
     def usage(self) -> Usage:
         """Counts up to now."""
-        return Usage(self._job.prompt_tokens, sum(text.completion_tokens for text in self._texts))
+        return Usage(
+            self._job.prompt_tokens,
+            sum(text.completion_tokens for text in self._texts),
+            # Of a prompt's choices the first tells what was there before this request; the others find its pages.
+            sum(request.cached_at_start for request in self._job.requests[:: self._job.n]),
+        )
 
     async def __aenter__(self) -> "Answer":
         try:

@@ -110,7 +110,7 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
         body = await _read_body(request, ChatRequest)
         check_model(service, body.model)
         job = await asyncio.to_thread(prepare_chat, service, body)
-        answer, form = Answer(service, job), ChatFormat(job.id, service.name)
+        answer, form = Answer(service, job), ChatFormat.of(service, job)
         return (
             EventStream(answer, form, body.stream_options or StreamOptions())
             if body.stream
@@ -124,7 +124,7 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
         body = await _read_body(request, CompletionRequest)
         check_model(service, body.model)
         job = await asyncio.to_thread(prepare_completion, service, body)
-        answer, form = Answer(service, job), CompletionFormat(job.id, service.name)
+        answer, form = Answer(service, job), CompletionFormat.of(service, job)
         return (
             EventStream(answer, form, body.stream_options or StreamOptions())
             if body.stream

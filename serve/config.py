@@ -1,6 +1,7 @@
 """The server's settings and its command line, which is made from their definition.
 
-Flags have SGLang's names; vLLM's are aliases where they mean the same.
+Flags have SGLang's names; vLLM's are aliases where they mean the same. Speculation may be set in vLLM's way too, by one
+JSON object; what it says and a flag says as well is an error, whether they agree or not.
 """
 
 import argparse
@@ -14,9 +15,13 @@ from typing import Any, Literal, NoReturn, cast, get_args
 from kimijax.engine.config import EngineConfig
 from kimijax.errors import ConfigError
 from kimijax.generate import DEFAULT_CONTEXT
+from kimijax.plan import JAX_FRACTION
+
+from .speculation_flags import SpeculationFlags, flag_name
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "bfloat16", "float32"]
+DEFAULT_COMPILATION_CACHE = "~/.cache/kimijax"
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -29,9 +34,20 @@ def _json_object(text: str) -> dict[str, Any]:
     return cast(dict[str, Any], value)
 
 
+def _truth(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected true or false")
+    return text == "true"
+
+
 def _flag(help: str, *aliases: str, kind: Any = str, choices: Any = None) -> dict[str, Any]:
     """Metadata of a field that is a flag: the field's name with dashes. `choices`: a Literal type."""
     return {"help": help, "aliases": aliases, "type": kind, "choices": get_args(choices) or None}
+
+
+def _switch(help: str, *aliases: str) -> dict[str, Any]:
+    """Metadata of a flag that is true or false, and true where no value follows it."""
+    return _flag(help, *aliases, kind=_truth)
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,10 @@ class ServerConfig:
         metadata=_flag("tokens the cache holds (default: a full context for every running request)", kind=int),
     )
     chunked_prefill_size: int = field(default=512, metadata=_flag("prompt tokens computed in one step", kind=int))
+    disable_radix_cache: bool = field(
+        default=False,
+        metadata=_switch("compute every prompt anew, also where its beginning is in the cache"),
+    )
     tp: int = field(
         default=1,
         metadata=_flag(
@@ -85,6 +105,59 @@ class ServerConfig:
             kind=float,
         ),
     )
+    speculative_algorithm: str | None = field(
+        default=None,
+        metadata=_flag("EAGLE3, which needs a draft, or NONE (default: none)", "--spec-method"),
+    )
+    speculative_draft_model_path: str | None = field(
+        default=None,
+        metadata=_flag(
+            "directory of an EAGLE-3 draft, or nano, the one that comes with kimijax",
+            "--speculative-draft-model",
+            "--spec-model",
+        ),
+    )
+    speculative_num_steps: int | None = field(
+        default=None,
+        metadata=_flag("drafts one after the other (default: as the draft's files recommend, else 3)", kind=int),
+    )
+    speculative_eagle_topk: int | None = field(
+        default=None, metadata=_flag("branches of a tree of drafts (default: 1, a chain)", kind=int)
+    )
+    speculative_num_draft_tokens: int | None = field(
+        default=None,
+        metadata=_flag("tokens verified together (default: for a chain, the steps and one more)", kind=int),
+    )
+    spec_tokens: int | None = field(
+        default=None,
+        metadata=_flag("drafts a round, as vLLM counts: one less than --speculative-num-draft-tokens", kind=int),
+    )
+    speculative_config: dict[str, Any] | None = field(
+        default=None,
+        metadata=_flag(
+            'vLLM\'s JSON object, {"method": "eagle3", "model": ..., "num_speculative_tokens": ...}',
+            "-sc",
+            kind=_json_object,
+        ),
+    )
+    speculative_adaptive: bool | None = field(
+        default=None,
+        metadata=_switch(
+            "draft as many tokens as pay, by measured cost and acceptance, and none where none do (default: true)"
+        ),
+    )
+    speculative_use_block_verification: bool | None = field(
+        default=None,
+        metadata=_switch("accept a chain's drafts as a block: more pass at temperatures above 0 (default: false)"),
+    )
+    speculative_simulate_acc_len: float | None = field(
+        default=None,
+        metadata=_flag(
+            "accept drafts at random, so that a round gives so many tokens: measures speed; what comes out is no "
+            "model's text",
+            kind=float,
+        ),
+    )
     default_chat_template_kwargs: dict[str, Any] = field(
         default_factory=dict[str, Any],
         metadata=_flag("JSON object of template variables for requests that set none", kind=_json_object),
@@ -97,6 +170,19 @@ class ServerConfig:
     watchdog_timeout: float = field(
         default=300.0, metadata=_flag("seconds in one step after which /health reports a fault", kind=float)
     )
+    compilation_cache_dir: str | None = field(
+        default=None,
+        metadata=_flag(
+            "where compiled programs are kept, so that a second start compiles nothing; none keeps none "
+            f"(default: {DEFAULT_COMPILATION_CACHE}, or what JAX was told)"
+        ),
+    )
+    check: bool = field(
+        default=False,
+        metadata=_switch("print all settings, the memory plan and the roofline, and end; no weights are loaded"),
+    )
+    given: frozenset[str] = field(default=frozenset(), compare=False)
+    """Fields that the command line has set; no flag itself."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -111,22 +197,36 @@ class ServerConfig:
                 raise ConfigError(flag_name(name), vars(self)[name], "0 or more")
         if self.latent_norm_eps is not None and not 0 < self.latent_norm_eps < math.inf:
             raise ConfigError("--latent-norm-eps", self.latent_norm_eps, "a finite number above 0")
-        for name in ("model_path", "served_model_name", "host"):
+        for name in ("model_path", "served_model_name", "host", "speculative_draft_model_path"):
             if vars(self)[name] == "":
                 raise ConfigError(flag_name(name), "", "a non-empty text")
+        self.speculation()
 
-    def engine_config(self, model_limit: int) -> EngineConfig:
-        """The engine's sizes, for a model with `model_limit` positions. ConfigError names the flag at fault."""
+    def speculation(self) -> SpeculationFlags:
+        """What the flags say of speculation, in whichever dialect. ConfigError: as `SpeculationFlags.of`."""
+        return SpeculationFlags.of(vars(self))
+
+    def engine_config(self, model_limit: int, draft_limit: int | None = None) -> EngineConfig:
+        """The engine's sizes, for a model with `model_limit` positions and a draft with `draft_limit`.
+
+        Raises:
+          ConfigError: names the flag at fault.
+        """
         page = self.page_size
         context = self.context_length
         if context is None:
-            context = min(model_limit, DEFAULT_CONTEXT) // page * page
+            most = model_limit if draft_limit is None else min(model_limit, draft_limit)
+            context = min(most, DEFAULT_CONTEXT) // page * page
         if not 0 < context <= model_limit or context % page:
             raise ConfigError(
                 "--context-length",
                 context,
                 f"at most the model's {model_limit}, and a multiple of --page-size ({page})",
             )
+        if draft_limit is not None and context > draft_limit:
+            expected = f"at most {draft_limit}, the positions of the draft; the model's are {model_limit}"
+            fix = f"set --context-length {draft_limit // page * page}, or use a draft that was made for longer texts"
+            raise ConfigError("--context-length", context, expected, fix)
         total = self.max_total_tokens
         if total is not None and total < context:
             raise ConfigError("--max-total-tokens", total, f"at least one full context, {context} tokens")
@@ -138,11 +238,6 @@ class ServerConfig:
             chunk_size=self.chunked_prefill_size,
             max_queued=self.max_queued_requests,
         )
-
-
-def flag_name(name: str) -> str:
-    """The flag of a field: --model-path of model_path."""
-    return "--" + name.replace("_", "-")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -161,6 +256,19 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+class _Refused(argparse.Action):
+    """A flag of another server that means something else here."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        parser.error(
+            f"{option}: found {values!r}, expected no such flag: it is vLLM's share of a GPU for weights and cache "
+            f"together; here --max-total-tokens sizes the cache, and JAX takes {JAX_FRACTION:.0%} of a GPU unless its "
+            "own XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise; --check prints what is needed"
+        )
+
+
 def parse_args(arguments: Sequence[str] | None = None) -> ServerConfig:
     """The configuration of a command line (default: this process's). Exits with code 2 and one line if it is wrong."""
     parser = _Parser(
@@ -168,8 +276,11 @@ def parse_args(arguments: Sequence[str] | None = None) -> ServerConfig:
     )
     for f in dataclasses.fields(ServerConfig):
         m = f.metadata
+        if not m:
+            continue
         default: object = f.default if f.default is not dataclasses.MISSING else {}
-        text = m["help"] if default is None else f"{m['help']} (default: {default})"
+        shown = str(default).lower() if isinstance(default, bool) else default
+        text = m["help"] if default is None else f"{m['help']} (default: {shown})"
         parser.add_argument(
             flag_name(f.name),
             *m["aliases"],
@@ -180,8 +291,11 @@ def parse_args(arguments: Sequence[str] | None = None) -> ServerConfig:
             default=argparse.SUPPRESS,
             metavar=None if m["choices"] else m["type"].__name__.strip("_").upper(),
             help=text.replace("%", "%%"),
+            **({"nargs": "?", "const": True} if m["type"] is _truth else {}),
         )
+    parser.add_argument("--gpu-memory-utilization", action=_Refused, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    found = vars(parser.parse_args(arguments))
     try:
-        return ServerConfig(**vars(parser.parse_args(arguments)))
+        return ServerConfig(**found, given=frozenset(found))
     except ConfigError as error:
         parser.error(str(error))

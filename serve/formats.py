@@ -2,13 +2,18 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from kimijax import __version__
-from kimijax.text_stream import Delta
+from kimijax.text_stream import Delta, PlacedLogprobs
+from kimijax.tokenizer import Tokenizer
 
 from .answer import Usage
+from .logprobs import chat_entries, completion_lists
+from .prepare import Job
+from .service import Service
 
 FINGERPRINT = f"kimijax-{__version__}"
 
@@ -19,11 +24,15 @@ class Text:
 
     reasoning: list[str] = field(default_factory=list[str])
     content: list[str] = field(default_factory=list[str])
+    reasoning_logprobs: list[PlacedLogprobs] = field(default_factory=list[PlacedLogprobs])
+    content_logprobs: list[PlacedLogprobs] = field(default_factory=list[PlacedLogprobs])
     finish_reason: str | None = None
 
     def add(self, delta: Delta) -> None:
         self.reasoning.append(delta.reasoning)
         self.content.append(delta.text)
+        self.reasoning_logprobs.extend(delta.reasoning_logprobs)
+        self.content_logprobs.extend(delta.text_logprobs)
         self.finish_reason = delta.finish_reason
 
 
@@ -33,7 +42,13 @@ class Format(ABC):
 
     id: str
     model: str
+    tokenizer: Tokenizer | None = None
+    """Says what the tokens of log-probabilities are; None where none were asked for."""
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def of(cls, service: Service, job: Job) -> Self:
+        return cls(job.id, service.name, service.tokenizer if job.logprobs else None)
 
     @property
     @abstractmethod
@@ -75,7 +90,11 @@ class Format(ABC):
 
 
 class ChatFormat(Format):
-    """/v1/chat/completions; reasoning stands in `reasoning_content`, where Kimi's own service has it."""
+    """/v1/chat/completions; reasoning stands in `reasoning_content`, where Kimi's own service has it.
+
+    As `logprobs.content` lists the tokens of the message's content, `logprobs.reasoning_content` lists those of its
+    reasoning, where there is some.
+    """
 
     @property
     def kind(self) -> str:
@@ -91,21 +110,39 @@ class ChatFormat(Format):
     def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         out: list[dict[str, Any]] = []
         if delta.reasoning:
-            out.append(self._choice(index, {"reasoning_content": delta.reasoning}))
+            found = self._logprobs((), delta.reasoning_logprobs)
+            out.append(self._choice(index, {"reasoning_content": delta.reasoning}, found))
         if delta.text:
-            out.append(self._choice(index, {"content": delta.text}))
+            out.append(self._choice(index, {"content": delta.text}, self._logprobs(delta.text_logprobs)))
         if delta.done:
-            out.append(self._choice(index, {}, delta.finish_reason))
+            out.append(self._choice(index, {}, finish_reason=delta.finish_reason))
         return out
 
-    def _choice(self, index: int, delta: dict[str, str], finish_reason: str | None = None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _choice(
+        self,
+        index: int,
+        delta: dict[str, str],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _logprobs(
+        self, content: Sequence[PlacedLogprobs], reasoning: Sequence[PlacedLogprobs] = ()
+    ) -> dict[str, Any] | None:
+        if self.tokenizer is None:
+            return None
+        found: dict[str, Any] = {"content": chat_entries(self.tokenizer, content), "refusal": None}
+        if reasoning:
+            found["reasoning_content"] = chat_entries(self.tokenizer, reasoning)
+        return found
 
     def choice(self, index: int, text: Text) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(text.content)}
         if reasoning := "".join(text.reasoning):
             message["reasoning_content"] = reasoning
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": text.finish_reason}
+        logprobs = self._logprobs(text.content_logprobs, text.reasoning_logprobs)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": text.finish_reason}
 
 
 class CompletionFormat(Format):
@@ -119,10 +156,15 @@ class CompletionFormat(Format):
         return []
 
     def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        return [self._choice(index, delta.text, delta.finish_reason)] if delta.text or delta.done else []
+        if not (delta.text or delta.done):
+            return []
+        return [self._choice(index, delta.text, delta.text_logprobs, delta.finish_reason)]
 
     def choice(self, index: int, text: Text) -> dict[str, Any]:
-        return self._choice(index, "".join(text.content), text.finish_reason)
+        return self._choice(index, "".join(text.content), text.content_logprobs, text.finish_reason)
 
-    def _choice(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    def _choice(
+        self, index: int, text: str, placed: Sequence[PlacedLogprobs], finish_reason: str | None
+    ) -> dict[str, Any]:
+        logprobs = None if self.tokenizer is None else completion_lists(self.tokenizer, placed)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from kimijax.engine.request import Request, Sampling
 from kimijax.errors import RequestError
+from kimijax.text_request import bad_word_ids
 
 from .errors import ApiError
 from .openai_schema import ChatRequest, CompletionRequest, GenerationRequest
@@ -28,10 +29,14 @@ class Job:
 
     id: str
     requests: tuple[Request, ...]
+    n: int
+    """Choices a prompt; those of one prompt follow one another."""
     stop: tuple[str, ...]
     prompt_tokens: int
     raw: bool
     """Marks of reasoning are text like any other."""
+    logprobs: bool
+    """Whether the answer lists log-probabilities."""
 
 
 def prepare_chat(service: Service, body: ChatRequest) -> Job:
@@ -40,8 +45,9 @@ def prepare_chat(service: Service, body: ChatRequest) -> Job:
         raise RequestError("messages", "this checkpoint has no chat template; use /v1/completions")
     prompt = service.chat.encode(body.messages, **_template_arguments(service, body.chat_template_kwargs or {})).ids
     max_tokens = body.max_completion_tokens or body.max_tokens
+    sampling = _sampling(service, body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
     try:
-        return _job(service, body, "chatcmpl", [prompt], max_tokens, raw=False)
+        return _job(service, body, "chatcmpl", [prompt], sampling, raw=False)
     except RequestError as error:
         if error.field != "prompt":
             raise
@@ -54,7 +60,8 @@ def prepare_completion(service: Service, body: CompletionRequest) -> Job:
         service.tokenizer.encode_with_specials(prompt) if isinstance(prompt, str) else prompt
         for prompt in _prompts(body.prompt)
     ]
-    return _job(service, body, "cmpl", prompts, body.max_tokens or COMPLETION_MAX_TOKENS, raw=True)
+    sampling = _sampling(service, body, body.max_tokens or COMPLETION_MAX_TOKENS, body.logprobs)
+    return _job(service, body, "cmpl", prompts, sampling, raw=True)
 
 
 def _template_arguments(service: Service, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +96,7 @@ def _job(
     body: GenerationRequest,
     prefix: str,
     prompts: Sequence[Sequence[int]],
-    max_tokens: int | None,
+    sampling: Sampling,
     *,
     raw: bool,
 ) -> Job:
@@ -102,23 +109,35 @@ def _job(
     requests: list[Request] = []
     for prompt in prompts:
         for i in range(n):
-            sampling = _sampling(service, body, max_tokens, i)
-            requests.append(service.engine.make_request(prompt, sampling, id=f"{job_id}-{len(requests)}"))
-    return Job(job_id, tuple(requests), body.stop, sum(map(len, prompts)), raw)
+            choice = dataclasses.replace(sampling, seed=_seed(body.seed, i))
+            requests.append(service.engine.make_request(prompt, choice, id=f"{job_id}-{len(requests)}"))
+    prompt_tokens = sum(map(len, prompts))
+    return Job(job_id, tuple(requests), n, body.stop, prompt_tokens, raw, sampling.logprobs is not None)
 
 
-def _sampling(service: Service, body: GenerationRequest, max_tokens: int | None, index: int) -> Sampling:
-    """The request's settings over the checkpoint's; the engine checks their ranges."""
+def _seed(seed: int | None, index: int) -> int | None:
+    """Of one choice: the first of n draws as the only one would. An invalid seed stays invalid."""
+    return (seed + index) % _SEEDS if seed is not None and 0 <= seed < _SEEDS else seed
+
+
+def _sampling(service: Service, body: GenerationRequest, max_tokens: int | None, logprobs: int | None) -> Sampling:
+    """The request's settings over the checkpoint's, but for the seed; the engine checks their ranges."""
     given = {
         "temperature": body.temperature,
         "top_p": body.top_p,
         "top_k": 0 if body.top_k == -1 else body.top_k,
         "min_p": body.min_p,
-        # The first answer of n draws as the only one would. An invalid seed stays invalid.
-        "seed": (body.seed + index) % _SEEDS if body.seed is not None and 0 <= body.seed < _SEEDS else body.seed,
         "max_tokens": max_tokens,
         "stop_token_ids": body.stop_token_ids,
         "ignore_eos": body.ignore_eos,
+        "repetition_penalty": body.repetition_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "presence_penalty": body.presence_penalty,
+        "logit_bias": body.logit_bias,
+        "min_tokens": body.min_tokens,
+        "bad_words": bad_word_ids(service.tokenizer, body.bad_words),
+        "logprobs": logprobs,
+        "priority": body.priority,
     }
     return dataclasses.replace(
         service.default_sampling, **{name: value for name, value in given.items() if value is not None}

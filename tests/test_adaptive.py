@@ -22,9 +22,9 @@ from kimijax.engine.adaptive import (
     Choice,
     expected_lengths,
 )
-from kimijax.engine.simulated import simulated_accepts, simulated_chances
 from kimijax.engine.step_costs import StepCosts
 from kimijax.errors import ConfigError
+from kimijax.simulated import simulated_accepts, simulated_chances
 
 COSTS = {0: 1.0, 1: 1.3, 2: 1.5, 3: 1.7, 5: 2.2}  # in plain steps: fixed latency dominates, as on the real machine
 DEAR = {0: 1.0, 1: 1.9, 2: 2.8, 3: 3.7, 5: 5.5}  # arithmetic dominates: as a large batch

@@ -200,7 +200,9 @@ class Markov:
     def logits(self, ids: jax.Array) -> jax.Array:
         return jnp.log(self.table[ids])
 
-    def propose(self, state: jax.Array, length: jax.Array, rows: SamplingRows, k: int) -> tuple[Proposal, jax.Array]:
+    def propose(
+        self, state: jax.Array, length: jax.Array, rows: SamplingRows, k: int, process: Any = None
+    ) -> tuple[Proposal, jax.Array]:
         tokens, q, last = [], [], state
         for i in range(k):
             q.append(self.table[last])
@@ -208,7 +210,7 @@ class Markov:
             tokens.append(last)
         return Proposal(jnp.stack(tokens, axis=1), jnp.stack(q, axis=1)), state
 
-    def observe(self, state: jax.Array, taps: Any, tokens: jax.Array, committed: jax.Array) -> jax.Array:
+    def observe(self, state: jax.Array, taps: Any, tokens: jax.Array, start: Any, committed: Any) -> jax.Array:
         newest = jnp.take_along_axis(tokens, jnp.maximum(committed - 1, 0)[:, None], axis=1)[:, 0]
         return jnp.where(committed > 0, newest, state)
 

@@ -82,17 +82,20 @@ class Naive:
         def decode(leaves: Any, ids: Any, features: Any, start: Any, view: Any) -> Any:
             d = nnx.merge(graph, leaves)
             hidden, view = d.decode(ids, features, start, view)
-            logits = d.logits(hidden.normed)
+            return hidden.feedback, log_p(d, hidden.normed), view
+
+        def log_p(d: Any, normed: Any) -> Any:
+            logits = d.logits(normed)
             real = d.to_target(jnp.arange(logits.shape[-1], dtype=jnp.int32)) < n_tokens
-            return hidden.feedback, jax.nn.log_softmax(jnp.where(real[None, None], logits, -jnp.inf)), view
+            return jax.nn.log_softmax(jnp.where(real[None, None], logits, -jnp.inf))
 
         self._decode = functools.partial(jax.jit(decode), leaves)
+        self._first = functools.partial(jax.jit(lambda leaves, normed: log_p(nnx.merge(graph, leaves), normed)), leaves)
 
     def log_p(self, state: ChainState[Any], length: int, path: Sequence[int]) -> np.ndarray:
         """float32 [Vd], after the tokens of a path, of the one row of a state."""
-        n = int(state.count[0])
-        feedback, log_p, view = self._decode(state.tokens, state.features, length - state.count, state.view)
-        feedback, log_p = feedback[:, n - 1 : n], log_p[0, n - 1]
+        feedback, view = state.feedback[:, None], state.view
+        log_p = self._first(state.normed[:, None])[0, 0]
         for i, token in enumerate(path):
             at = jnp.asarray([length + i], jnp.int32)
             feedback, log_p, view = self._decode(jnp.asarray([[token]], jnp.int32), feedback, at, view)
@@ -119,7 +122,7 @@ def grown(drafter: Drafter, state: ChainState[Window], length: jax.Array, shape:
     graph, leaves = nnx.split(drafter)
 
     def grow(leaves: Any, state: ChainState[Window]) -> Tree:
-        return DraftTree[Window](nnx.merge(graph, leaves), n_tokens, shape).grow(state, length)[0]
+        return DraftTree[Window](nnx.merge(graph, leaves), n_tokens, shape).grow(state, length)
 
     return jax.jit(grow)(leaves, state)
 
@@ -133,9 +136,8 @@ def test_trees_are_those_of_chains_along_every_path(kind: str, window: int | Non
     rng = np.random.default_rng(3)
     d = drafter.config
     view = Window((jnp.asarray(rng.standard_normal((1, 24, d.cache_width)), jnp.float32),))
-    features = jnp.asarray(rng.standard_normal((1, 5, d.hidden)), jnp.float32)
-    tokens = jnp.asarray(rng.integers(0, VOCAB, (1, 5)), jnp.int32)
-    state = ChainState(features, tokens, jnp.asarray([2], jnp.int32), view)
+    feedback, normed = (jnp.asarray(rng.standard_normal((1, d.hidden)), jnp.float32) for _ in range(2))
+    state = ChainState(feedback, normed, jnp.asarray([True]), view)
     tree = grown(drafter, state, jnp.asarray([n], jnp.int32), shape, n_tokens)
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tree.tokens[0].tolist(), tree.parents[0].tolist(), strict=True):
@@ -151,8 +153,8 @@ def test_a_broken_drafter_has_no_guesses() -> None:
     """Logits that are not a number: no node is a token, and the target's own comes out."""
     drafter = tiny_drafter()
     view = Window((jnp.zeros((2, 16, drafter.config.cache_width)),))
-    state = ChainState.empty(view, 2, 3, drafter.config, jnp.float32)
-    state = replace(state, features=state.features * jnp.float32(np.nan))
+    state = ChainState.empty(view, 2, drafter.config, jnp.float32)
+    state = replace(state, normed=state.normed * jnp.float32(np.nan), ready=jnp.asarray([True, True]))
     tree = grown(drafter, state, jnp.asarray([4, 5], jnp.int32), TreeShape(2, 2, 5), VOCAB)
     assert (np.asarray(tree.tokens) == NO_TOKEN).all()
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((2, 6, VOCAB)), jnp.float32)
@@ -233,7 +235,7 @@ class TreeStepper:
         self._round = jax.jit(step)
 
     def prefill(self, prompts: Sequence[Sequence[int]], rows: SamplingRows) -> Any:
-        return self.run.prefill(prompts, rows, 16, self.run.empty(len(prompts), self.shape.depth + 1))
+        return self.run.prefill(prompts, rows, 16, self.run.empty(len(prompts)))
 
     def round(self, state: Any, rows: SamplingRows, budget: Sequence[int], ends: int = NO_TOKEN) -> Any:
         b = state.token.shape[0]
@@ -299,10 +301,10 @@ class Fixed:
     shape: TreeShape
     taps: tuple[int, ...] = ()
 
-    def grow(self, state: Any, length: jax.Array) -> tuple[Tree, Any]:
-        return self.tree, state
+    def grow(self, state: Any, length: jax.Array) -> Tree:
+        return self.tree
 
-    def observe(self, state: Any, taps: Any, tokens: Any, committed: Any) -> Any:
+    def observe(self, state: Any, taps: Any, tokens: Any, start: Any, committed: Any) -> Any:
         return state
 
 

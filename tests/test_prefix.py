@@ -270,7 +270,7 @@ def real_programs(n_pages: int, size: int) -> tuple[Any, Any]:
         chain = DraftChain[PagedView](drafter, VOCAB)
         latents, keys = (PagedView(cache, table) for cache in caches)
         zero = jnp.zeros(1, jnp.int32)
-        state = RowState(zero, zero, latents, ChainState.empty(keys, 1, 1, drafter.config, jnp.dtype(jnp.float32)))
+        state = RowState(zero, zero, latents, ChainState.empty(keys, 1, drafter.config, jnp.dtype(jnp.float32)))
         state = prefill_chunk(target, chain, state, ids, start, n_prompt, rows, n_tokens=VOCAB, first=False)
         proposal, _ = chain.propose(state.proposer, state.length, rows, 2)
         return (state.view.cache, state.proposer.view.cache), state.token, proposal.tokens, proposal.q

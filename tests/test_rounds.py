@@ -70,10 +70,10 @@ class Stepper:
         self._prefill = jax.jit(prefill, static_argnames="first")
         self._round = jax.jit(step, static_argnames="k")
 
-    def empty(self, b: int, block: int = 4) -> RowState[ChainState[Any], Any]:
+    def empty(self, b: int) -> RowState[ChainState[Any], Any]:
         c, d = self.target.config, self.drafter.config
         view = Window(tuple(jnp.zeros((b, S, c.latent_dim)) for _ in range(c.n_layers)))
-        chain = ChainState.empty(draft_cache(d, b, S, jnp.dtype(jnp.float32)), b, block, d, jnp.float32)
+        chain = ChainState.empty(draft_cache(d, b, S, jnp.dtype(jnp.float32)), b, d, jnp.float32)
         return RowState(jnp.zeros(b, jnp.int32), jnp.zeros(b, jnp.int32), view, chain)
 
     def prefill(self, prompts: Sequence[Sequence[int]], rows: SamplingRows, chunk: int, state: Any = None) -> Any:
@@ -113,8 +113,7 @@ def check_state(run: Stepper, state: Any, texts: Sequence[Sequence[int]]) -> Non
         latents, rows, _ = run.true_rows(text)
         for layer, own in enumerate(latents):
             np.testing.assert_allclose(state.view.rows(layer)[b, :n], own[0, :n], atol=2e-5)
-        n_draft = n - int(state.proposer.count[b])
-        np.testing.assert_allclose(state.proposer.view.rows(0)[b, :n_draft], rows[0, :n_draft], atol=2e-5)
+        np.testing.assert_allclose(state.proposer.view.rows(0)[b, :n], rows[0, :n], atol=2e-5)
 
 
 def test_rejected_drafts_leave_nothing_behind() -> None:
@@ -188,7 +187,7 @@ def test_chunks_of_a_prompt_feed_the_true_next_token() -> None:
 def test_a_rounds_steps_see_what_training_shows_them(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step j stands at position t + j and sees the true rows up to t, then its own of steps 1 ... j, window applied."""
     drafter = tiny_drafter(window=window)
-    seen: list[tuple[list[int], np.ndarray]] = []
+    seen: list[tuple[list[int], np.ndarray]] = []  # filled by what runs next
     project, over = LlamaAttention.project, LlamaAttention.over
 
     def spy_project(self: LlamaAttention, inputs: Any, positions: jax.Array) -> Any:
@@ -201,25 +200,28 @@ def test_a_rounds_steps_see_what_training_shows_them(window: int | None, monkeyp
 
     monkeypatch.setattr(LlamaAttention, "project", spy_project)
     monkeypatch.setattr(LlamaAttention, "over", spy_over)
-    n, count, k = 9, 2, 3  # 9 tokens cached; the last round committed 2 of its 4 rows
-    chain = ChainState.empty(
-        draft_cache(drafter.config, 1, 16, jnp.dtype(jnp.float32)), 1, k + 1, drafter.config, jnp.float32
-    )
-    chain = replace(chain, count=jnp.asarray([count], jnp.int32))
-    DraftChain[Window](drafter, VOCAB).propose(chain, jnp.asarray([n], jnp.int32), settings([GREEDY]), k)
+    n, k = 9, 3  # 9 tokens cached
+    at = jnp.asarray([n], jnp.int32)
+    chain = ChainState.empty(draft_cache(drafter.config, 1, 16, jnp.dtype(jnp.float32)), 1, drafter.config, jnp.float32)
+    run = DraftChain[Window](drafter, VOCAB)
+    run.propose(replace(chain, ready=jnp.asarray([True])), at, settings([GREEDY]), k)
+    steps, seen = seen, []
 
     def sees(t: int) -> set[int]:
         return {s for s in range(t + 1) if window is None or t - s < window}
 
-    extension, *steps = seen
-    assert extension[0] == [7, 8, 9, 10]  # 7 and 8 are true rows, then what a rejected guess left
-    for i, t in enumerate(extension[0]):
-        assert set(np.flatnonzero(extension[1][i])) == sees(t)
     t = n - 1
     for j, (positions, visible) in enumerate(steps, start=1):
         assert positions == [t + j]
         assert set(np.flatnonzero(visible[0])) == sees(t + j)
     assert len(steps) == k - 1
+    taps = {tap: jnp.zeros((1, k + 1, drafter.config.target_hidden)) for tap in run.taps}
+    run.observe(chain, taps, jnp.zeros((1, k + 1), jnp.int32), at, jnp.asarray([2]))
+    (positions, visible), *others = seen
+    assert positions == [9, 10, 11, 12]  # 9 and 10 are true rows, then what a rejected guess left
+    assert not others
+    for i, t in enumerate(positions):
+        assert set(np.flatnonzero(visible[i])) == sees(t)
 
 
 @pytest.mark.slow
@@ -261,13 +263,13 @@ class Oracle:
     def prefill(self, state: Any, taps: Any, following: Any, start: Any, last: Any) -> Any:
         return state
 
-    def propose(self, state: Any, length: jax.Array, rows: Any, k: int) -> tuple[Proposal, Any]:
+    def propose(self, state: Any, length: jax.Array, rows: Any, k: int, process: Any = None) -> tuple[Proposal, Any]:
         i = jnp.arange(k, dtype=jnp.int32)[None]
         tokens = jnp.take_along_axis(self.text, length[:, None] + 1 + i, axis=1)
         n_right = self.right[length][:, None]
         return Proposal(jnp.where(i < n_right, tokens, (tokens + 1) % VOCAB), None), state
 
-    def observe(self, state: Any, taps: Any, tokens: Any, committed: Any) -> Any:
+    def observe(self, state: Any, taps: Any, tokens: Any, start: Any, committed: Any) -> Any:
         return state
 
 

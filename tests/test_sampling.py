@@ -1,5 +1,6 @@
 """Drawing tokens against a sort-based NumPy oracle, known distributions, and what a draw may depend on."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,12 +11,23 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kimijax.sampling import SamplingRows, argmax, distribution, filtered, sample
+from kimijax.sampling import (
+    Purpose,
+    SamplingRows,
+    argmax,
+    distribution,
+    draw_from,
+    draw_guess,
+    filtered,
+    is_greedy,
+    sample,
+)
 
 N_DRAWS = 20_000
 TARGET = (0.5, 0.3, 0.2)
 
 draw = jax.jit(sample, static_argnames="n_tokens")
+guess = jax.jit(draw_guess, static_argnames="vocab_size")
 keep = jax.jit(filtered)
 
 
@@ -28,6 +40,7 @@ class Row:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    coupled: bool = False
 
 
 def rows_of(rows: Sequence[Row]) -> SamplingRows:
@@ -37,6 +50,7 @@ def rows_of(rows: Sequence[Row]) -> SamplingRows:
         [r.top_p for r in rows],
         [r.min_p for r in rows],
         [r.seed for r in rows],
+        [r.coupled for r in rows],
     )
 
 
@@ -100,7 +114,7 @@ def test_frequencies(row: Row, right: tuple[float, ...]) -> None:
     settings = rows_of([row])
     one_seed = jax.tree.map(lambda x: np.repeat(x, N_DRAWS, axis=0), settings)
     seeds = np.stack([np.zeros(N_DRAWS), np.arange(N_DRAWS)], axis=1).astype(np.uint32)
-    many_seeds = SamplingRows(one_seed.temperature, one_seed.top_k, one_seed.top_p, one_seed.min_p, jnp.asarray(seeds))
+    many_seeds = dataclasses.replace(one_seed, seed=jnp.asarray(seeds))
     everywhere, here = np.arange(N_DRAWS, dtype=np.int32), np.full(N_DRAWS, 7, np.int32)
     for rows, positions in ((one_seed, everywhere), (many_seeds, here)):
         drawn = np.asarray(draw(logits, rows, positions, n_tokens=3))
@@ -232,3 +246,93 @@ def test_extreme_temperatures(filters: dict[str, float]) -> None:
     np.testing.assert_allclose(p, 1 / VOCABULARY, rtol=0.01)
     drawn = np.concatenate([draw(logits, hot, np.full(BATCH, i, np.int32), n_tokens=VOCABULARY) for i in range(40)])
     assert len(set(drawn.tolist())) > VOCABULARY * 0.9
+
+
+# ---- guesses --------------------------------------------------------------------------------------------------------
+
+
+def many(row: Row) -> SamplingRows:
+    """The row with N_DRAWS seeds."""
+    return rows_of([dataclasses.replace(row, seed=i) for i in range(N_DRAWS)])
+
+
+def coincidence(p: np.ndarray, q: np.ndarray) -> float:
+    """The chance that argmax(log p + g) and argmax(log q + g) are the same, g one Gumbel noise: of each x that both
+    can draw, the chance that its exponential clock, as fast for both as the other's allow, rings first."""
+    both = np.flatnonzero((p > 0) & (q > 0))
+    return float(sum(1 / np.maximum(p / p[x], q / q[x]).sum() for x in both))
+
+
+FAR = (0.1, 0.2, 0.7)
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "filters"),
+    [
+        (TARGET, TARGET, {}),
+        (TARGET, FAR, {}),
+        (TARGET, FAR, {"top_k": 2}),
+        (TARGET, (0.0, 1.0, 0.0), {}),
+        ((0.1, 0.4, 0.3, 0.2), (0.0, 0.55, 0.05, 0.4), {}),
+        ((0.1, 0.4, 0.3, 0.2), (0.0, 0.55, 0.05, 0.4), {"temperature": 2.0, "min_p": 0.6}),
+    ],
+)
+def test_coupled_guesses_follow_q_and_meet_the_token(
+    p: tuple[float, ...], q: tuple[float, ...], filters: dict[str, float]
+) -> None:
+    """Guesses are distributed as q, tokens as p, and they coincide as often as the coupling says; with noise of their
+    own as often as independent draws do. Columns of q stand for target ids."""
+    target, ids = np.asarray(p, np.float32), np.flatnonzero(q).astype(np.int32)
+    row = Row(coupled=True, **filters)  # pyright: ignore[reportArgumentType]
+    at = np.full(N_DRAWS, 11, np.int32)
+    weigh = jax.jit(distribution)
+    kept_p = np.asarray(weigh(np.log(target)[None], rows_of([row])))[0]
+    kept_q = np.zeros(len(p))
+    kept_q[ids] = np.asarray(weigh(np.log(np.asarray(q, np.float32)[ids])[None], rows_of([row])))[0]
+    tokens = np.asarray(draw(np.tile(np.log(target), (N_DRAWS, 1)), many(row), at, n_tokens=len(p)))
+    columns = np.tile(kept_q[ids].astype(np.float32), (N_DRAWS, 1))
+    for coupled, right in ((True, coincidence(kept_p, kept_q)), (False, float(kept_p @ kept_q))):
+        rows = many(dataclasses.replace(row, coupled=coupled))
+        guesses = ids[np.asarray(guess(columns, rows, at, jnp.asarray(ids), vocab_size=len(p)))]
+        np.testing.assert_allclose(np.bincount(guesses, minlength=len(p)) / N_DRAWS, kept_q, atol=0.015)
+        assert (guesses == tokens).mean() == pytest.approx(right, abs=0.015)
+    distance = np.abs(kept_p - kept_q).sum() / 2
+    assert coincidence(kept_p, kept_q) >= (1 - distance) / (1 + distance) - 1e-6
+
+
+def test_a_guess_from_the_target_s_own_distribution_is_the_token() -> None:
+    """Always, with filters and without; of columns that are a permutation of ids alike."""
+    logits, kinds, _ = mixed_batch(5)
+    rows = rows_of([dataclasses.replace(kind, coupled=True) for kind in kinds])
+    sampled = np.flatnonzero(~np.asarray(is_greedy(rows)))
+    order = np.random.default_rng(0).permutation(VOCABULARY).astype(np.int32)
+    p = jax.jit(distribution)(logits, rows)
+    for at in range(200):
+        positions = np.full(BATCH, at, np.int32)
+        tokens = np.asarray(draw(logits, rows, positions, n_tokens=VOCABULARY))
+        plain = np.asarray(guess(p, rows, positions, None, vocab_size=VOCABULARY))
+        moved = order[np.asarray(guess(p[:, order], rows, positions, jnp.asarray(order), vocab_size=VOCABULARY))]
+        np.testing.assert_array_equal(plain[sampled], tokens[sampled])
+        np.testing.assert_array_equal(moved[sampled], tokens[sampled])
+
+
+def test_a_guess_depends_on_its_own_row_only() -> None:
+    """Whatever neighbours are: coupled, not coupled, greedy. Rows that are not coupled draw as `draw_from` does."""
+    logits, kinds, positions = mixed_batch(6)
+    p = jax.jit(distribution)(logits, rows_of(kinds))
+    free = jax.jit(draw_from, static_argnames="purpose")(p, rows_of(kinds), positions, purpose=Purpose.DRAFT)
+    sampled = np.flatnonzero(~np.asarray(is_greedy(rows_of(kinds))))
+    for mask in (0, 0b10110101, 0b01001010, 0xFF):
+        rows = [dataclasses.replace(kind, coupled=bool(mask >> i & 1)) for i, kind in enumerate(kinds)]
+        together = np.asarray(guess(p, rows_of(rows), positions, None, vocab_size=VOCABULARY))
+        for i in sampled:
+            one = slice(i, i + 1)
+            alone = guess(p[one], rows_of(rows[one]), positions[one], None, vocab_size=VOCABULARY)
+            assert int(alone[0]) == together[i], rows[i]
+            if not rows[i].coupled:
+                assert together[i] == free[i]
+
+
+def test_columns_must_have_ids() -> None:
+    with pytest.raises(ValueError, match="2 columns, and the target's logits 3"):
+        draw_guess(jnp.ones((1, 2)), rows_of([Row()]), jnp.zeros(1, jnp.int32), None, 3)

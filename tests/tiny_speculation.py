@@ -43,7 +43,10 @@ def settings(rows: Sequence[Mapping[str, float]]) -> SamplingRows:
 
     seeds = [int(r.get("seed", i)) for i, r in enumerate(rows)]
     top_k = [int(x) for x in column("top_k", 0)]
-    return SamplingRows.of(column("temperature", 1.0), top_k, column("top_p", 1.0), column("min_p", 0.0), seeds)
+    coupled = [bool(x) for x in column("coupled", 0)]
+    return SamplingRows.of(
+        column("temperature", 1.0), top_k, column("top_p", 1.0), column("min_p", 0.0), seeds, coupled
+    )
 
 
 def target_config(vocab: int = VOCAB) -> TargetConfig:

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import ConfigError
-from ..sampling import Purpose, uniform
+from .errors import ConfigError
+from .sampling import Purpose, uniform
 
 
 def simulated_chances(length: float, most: int) -> np.ndarray:
