@@ -97,9 +97,14 @@ def load_draft(
     return drafter
 
 
-def check_draft(directory: str | FilePath, wiring: Wiring, target: TargetConfig) -> Drafter:
+def check_draft(
+    directory: str | FilePath, wiring: Wiring, target: TargetConfig, *, dtype: Any = jnp.bfloat16
+) -> Drafter:
     """What `load_draft` refuses without the target's arrays: from headers, and the draft vocabulary alone.
 
+    Args:
+      directory, wiring, dtype: as for `load_draft`.
+      target: the configuration of the model that the draft was made for.
     Returns:
       The drafter's declaration: shapes of what it would hold, and of the tables that it would borrow.
     Raises:
@@ -118,7 +123,7 @@ def check_draft(directory: str | FilePath, wiring: Wiring, target: TargetConfig)
                 files.source(piece)
         files.target_ids()
         files.finish()
-    return declare_drafter(config, wiring, dtype=jnp.dtype(jnp.bfloat16), own_embed=embeds, own_head=owns_head)
+    return declare_drafter(config, wiring, dtype=jnp.dtype(dtype), own_embed=embeds, own_head=owns_head)
 
 
 def _check_target(config: DraftConfig, wiring: Wiring, t: TargetConfig) -> None:

@@ -103,6 +103,8 @@ def read_draft(
     tokenizer: Tokenizer | None,
     *,
     algorithm: str | None = None,
+    convention: str | None = None,
+    dtype: Any = jnp.bfloat16,
 ) -> DraftFiles:
     """A draft's files, held against the target; no weights are read but its draft vocabulary.
 
@@ -112,6 +114,8 @@ def read_draft(
       target: its configuration, as it will run.
       tokenizer: of the target; None: its checkpoint has no tokenizer files.
       algorithm: as set by the user.
+      convention: how to read the layer ids of another producer's draft, see `layer_ids.CONVENTIONS`.
+      dtype: of the declaration.
     Raises:
       ConfigError, WiringError, CheckpointError: names what does not fit.
     """
@@ -121,11 +125,12 @@ def read_draft(
         fingerprint_target(target_directory, target),
         None if tokenizer is None else tokenizer.fingerprint,
         algorithm=algorithm,
+        convention=convention,
         target_name=f"target {target_directory}",
     )
     if resolved.record is None:
         log.warning("%s: nothing in it says which target and tokenizer it was trained for", directory)
-    declared = check_draft(directory, resolved.wiring, target)
+    declared = check_draft(directory, resolved.wiring, target, dtype=dtype)
     path = directory / PROBE_FILE
     probe = Probe.from_json(read_json(path), str(path)) if path.is_file() else None
     return DraftFiles(resolved, declared, probe, _recommended_steps(directory, probe))

@@ -1,10 +1,11 @@
 """Text in, text out: a loaded model with its tokenizer, chat template and engine, for notebooks and for the server."""
 
 import dataclasses
+import functools
 import threading
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -16,17 +17,20 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from . import checkpoint
+from .acceptance import Acceptance
 from .chat import ChatTemplate
 from .config import GenerationDefaults, TargetConfig, load_config, load_generation_defaults
 from .draft_loading import LoadedDraft, check_options, load_drafter, read_draft, resolve_options
 from .engine.config import EngineConfig, fit_context
 from .engine.engine import Engine
-from .engine.request import FinishReason, Request, Sampling, StepOutput
+from .engine.request import FinishReason, Request, Sampling, StepOutput, TokenLogprobs
 from .engine.scheduler import QueueFullError
 from .errors import RequestError
-from .loader import NANO, load_tokenizer, model_directory, place
+from .grammar import Grammars, GrammarSpec
+from .loader import load_tokenizer, model_directory, model_name, place
 from .model import Target, check_taps
 from .speculative_options import SpeculativeOptions
+from .text_request import bad_word_ids, with_grammar
 from .text_stream import Delta as Delta
 from .text_stream import TextStream as TextStream
 from .tokenizer import Tokenizer
@@ -46,6 +50,12 @@ class Completion:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     prompt_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One a token of `token_ids`, the end token too, where `Sampling.logprobs` asked for them."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that were in the engine's cache already."""
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    """Exact counts of the rounds with drafts; see there for lengths and rates."""
 
     def __str__(self) -> str:
         return self.text
@@ -92,6 +102,11 @@ class LLM:
         where = f"{jax.devices()[0].device_kind}" + (f" x {self._mesh.size}" if self._mesh is not None else "")
         return f"LLM({self.name!r}: {c.text_type}, {c.n_layers} layers, width {c.hidden}, on {where})"
 
+    @functools.cached_property
+    def grammars(self) -> Grammars | None:
+        """What makes constraints of grammars; None without a tokenizer."""
+        return None if self.tokenizer is None else Grammars(self.tokenizer, self.engine.vocab_size)
+
     @property
     def default_sampling(self) -> Sampling:
         """Sampling as the checkpoint's generation_config.json proposes it."""
@@ -109,6 +124,8 @@ class LLM:
         sampling: Sampling | None = None,
         *,
         stop: Sequence[str] = (),
+        bad_words: Sequence[str] = (),
+        grammar: GrammarSpec | None = None,
         chat: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Completion: ...
@@ -119,6 +136,8 @@ class LLM:
         sampling: Sampling | None = None,
         *,
         stop: Sequence[str] = (),
+        bad_words: Sequence[str] = (),
+        grammar: GrammarSpec | None = None,
         chat: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> list[Completion]: ...
@@ -128,6 +147,8 @@ class LLM:
         sampling: Sampling | None = None,
         *,
         stop: Sequence[str] = (),
+        bad_words: Sequence[str] = (),
+        grammar: GrammarSpec | None = None,
         chat: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Completion | list[Completion]:
@@ -138,6 +159,9 @@ class LLM:
             such prompts.
           sampling: default: the checkpoint's own.
           stop: strings that end the text, and are not part of it.
+          bad_words: texts whose tokens are not put out one after another (see `bad_word_ids`); the field of that name
+            in `sampling` has token ids.
+          grammar: what the text has to fit; after `</think>` where the prompt ends in `<think>`.
           chat: arguments of the chat template, such as {"thinking": False} or {"tools": [...]}.
           fields: fields of `Sampling` to change, such as temperature=0.
         Returns:
@@ -149,7 +173,7 @@ class LLM:
         many = _is_batch(prompts)
         batch: list[Any] = list(prompts) if many else [prompts]
         sampling = dataclasses.replace(sampling or self.default_sampling, **fields)
-        requests = [self.request(p, sampling, chat=chat) for p in batch]
+        requests = [self.request(p, sampling, bad_words=bad_words, grammar=grammar, chat=chat) for p in batch]
         streams = {
             r.id: self.text_stream(r, stop=stop, raw=isinstance(p, str)) for r, p in zip(requests, batch, strict=True)
         }
@@ -165,12 +189,14 @@ class LLM:
         sampling: Sampling | None = None,
         *,
         stop: Sequence[str] = (),
+        bad_words: Sequence[str] = (),
+        grammar: GrammarSpec | None = None,
         chat: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Generator[Delta]:
         """The answer to one prompt, piece by piece; see `generate`. Closing the iterator cancels the request."""
         sampling = dataclasses.replace(sampling or self.default_sampling, **fields)
-        request = self.request(prompt, sampling, chat=chat)
+        request = self.request(prompt, sampling, bad_words=bad_words, grammar=grammar, chat=chat)
         stream = self.text_stream(request, stop=stop, raw=isinstance(prompt, str))
         return (delta for _, delta in self._drive([request], {request.id: stream}))
 
@@ -200,10 +226,25 @@ class LLM:
         )
 
     def request(
-        self, prompt: Prompt, sampling: Sampling, *, chat: Mapping[str, Any] | None = None, id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        *,
+        bad_words: Sequence[str] = (),
+        grammar: GrammarSpec | None = None,
+        chat: Mapping[str, Any] | None = None,
+        id: str | None = None,
     ) -> Request:
-        """A checked request of the engine. Raises RequestError."""
-        return self.engine.make_request(self.encode(prompt, chat=chat), sampling, id=id)
+        """A checked request of the engine; see `generate`. Raises RequestError."""
+        if bad_words:
+            ids = bad_word_ids(self.tokenizer, bad_words)
+            sampling = dataclasses.replace(sampling, bad_words=(*sampling.bad_words, *ids))
+        request = self.engine.make_request(self.encode(prompt, chat=chat), sampling, id=id)
+        if grammar is None:
+            return request
+        if self.tokenizer is None or self.grammars is None:
+            raise RequestError(grammar.field, "the checkpoint has no tokenizer files, whose texts a grammar is about")
+        return with_grammar(request, grammar, self.tokenizer, self.grammars, raw=isinstance(prompt, str))
 
     def encode(self, prompt: Prompt, *, chat: Mapping[str, Any] | None = None) -> tuple[int, ...]:
         """Token ids of a prompt; `chat` holds arguments of the chat template. Raises RequestError."""
@@ -300,6 +341,9 @@ def _completion(request: Request, deltas: Sequence[Delta]) -> Completion:
         token_ids=tuple(t for d in deltas for t in d.tokens),
         finish_reason=reason,
         prompt_tokens=len(request.prompt),
+        logprobs=tuple(entry for d in deltas for entry in d.logprobs),
+        cached_tokens=request.cached_at_start,
+        acceptance=request.acceptance,
     )
 
 
@@ -308,6 +352,7 @@ def load(
     *,
     draft: str | Path | None = None,
     speculation: SpeculativeOptions | None = None,
+    layer_id_convention: str | None = None,
     engine: EngineConfig | None = None,
     dtype: Any = None,
     tensor_parallel: int = 1,
@@ -322,6 +367,8 @@ def load(
         how fast they come and nothing else.
       speculation: how many are drafted, and how they are accepted (`SpeculativeOptions.resolve`); default: as the
         draft's files recommend.
+      layer_id_convention: how to read the layer ids of another producer's draft, where its files do not tell; a name in
+        `layer_ids.CONVENTIONS`.
       engine: sizes of the engine; default: a context of DEFAULT_CONTEXT tokens.
       dtype: of the weights and activations; default bfloat16 on a GPU, float32 on a CPU.
       tensor_parallel: devices to split the model over.
@@ -335,7 +382,7 @@ def load(
     config = load_config(directory, latent_norm_eps=latent_norm_eps)
     tokenizer, chat = load_tokenizer(directory, config)
     placement = place(dtype, tensor_parallel)
-    files = None if draft is None else read_draft(draft, directory, config, tokenizer)
+    files = None if draft is None else read_draft(draft, directory, config, tokenizer, convention=layer_id_convention)
     if speculation is None and files is not None:
         speculation = resolve_options(files)
     if engine is None:
@@ -354,7 +401,7 @@ def load(
     loaded = None if speculation is None else load_drafter(files, speculation, model, placement, progress=progress)
     stop_ids = config.eos_token_ids if tokenizer is None else tokenizer.stop_ids
     return LLM(
-        name="kimi-nano" if directory == NANO else directory.resolve().name,
+        name=model_name(directory),
         model=model,
         engine=Engine(
             model,

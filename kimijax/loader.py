@@ -57,6 +57,11 @@ def model_directory(path: str | Path) -> Path:
     return directory
 
 
+def model_name(directory: Path) -> str:
+    """What a model is called where nothing else is said."""
+    return "kimi-nano" if directory == NANO else directory.resolve().name
+
+
 def load_tokenizer(directory: Path, config: TargetConfig) -> tuple[Tokenizer | None, ChatTemplate | None]:
     """Tokenizer and chat template of a checkpoint.
 

@@ -5,6 +5,7 @@ from serve import app as app
 from serve import config as config
 from serve import errors as errors
 from serve import formats as formats
+from serve import logprobs as logprobs
 from serve import openai_schema as openai_schema
 from serve import prepare as prepare
 from serve import responses as responses

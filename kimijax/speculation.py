@@ -28,7 +28,7 @@ from .cache import CacheView
 from .draft_config import DraftConfig
 from .drafter import Drafter, DraftHidden
 from .model import Target
-from .sampling import Purpose, SamplingRows, argmax, distribution, draw_from, is_greedy, only_tokens, sample
+from .sampling import SamplingRows, argmax, distribution, draw_guess, is_greedy, only_tokens, sample
 from .simulated import simulated_accepts
 from .verification import NO_TOKEN, TOKEN_BY_TOKEN, Proposal, Rule, Verified, entry, leading, verify
 
@@ -194,12 +194,13 @@ class DraftChain[View: CacheView]:
 
     def _draw(self, logits: jax.Array, rows: SamplingRows, position: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Draft ids int32 [B] (NO_TOKEN where logits are not a number) and what they were drawn from, [B, Vd]."""
-        logits = self._only_tokens(logits)
+        d, logits = self.drafter, self._only_tokens(logits)
         best, greedy = argmax(logits), is_greedy(rows)
+        own = d.target_ids[...] if d.config.is_reduced else None
 
         def drawn() -> tuple[jax.Array, jax.Array]:
             p = distribution(logits, rows)
-            return jnp.where(greedy, best, draw_from(p, rows, position, Purpose.DRAFT)), p
+            return jnp.where(greedy, best, draw_guess(p, rows, position, own, d.config.vocab_size)), p
 
         ids, p = jax.lax.cond(greedy.all(), lambda: (best, jnp.zeros_like(logits)), drawn)
         return jnp.where(jnp.isnan(logits).any(axis=-1), NO_TOKEN, ids), p
@@ -275,7 +276,7 @@ def speculative_round[S, View: CacheView](
 
 def verify_round[S, View: CacheView](
     target: Target,
-    proposer: Proposer[S],
+    proposer: Proposer[S] | None,
     state: RowState[S, View],
     proposal: Proposal,
     rows: SamplingRows,
@@ -291,19 +292,23 @@ def verify_round[S, View: CacheView](
     """The part of `speculative_round` behind the proposal, for rounds whose guesses the host sees before.
 
     Args:
+      proposer: sees what became of the guesses; None: nobody guessed.
       process: what the requests' rules make of the block's logits float32 [B, k + 1, V].
     Returns:
       What was done, the rows after it, and the target's logits before any processing.
     """
     ids = jnp.maximum(jnp.concatenate([state.token[:, None], proposal.tokens], axis=1), 0)
-    hidden, view = target.decode(ids, state.length, state.view, taps=proposer.taps, experts=experts)
+    taps = () if proposer is None else proposer.taps
+    hidden, view = target.decode(ids, state.length, state.view, taps=taps, experts=experts)
     raw = only_tokens(target.logits(hidden.last), n_tokens)
     logits = raw if process is None else process(raw)
     found = verify(logits, proposal, rows, state.length + 1, n_tokens, rule)
     if simulated is not None:
         found = _pretended(found, proposal, simulated_accepts(simulated, rows.seed, state.length + 1))
     committed = committed_tokens(found, budget, ends)
-    proposed = proposer.observe(state.proposer, hidden.taps, found.tokens, state.length, committed)
+    proposed = state.proposer
+    if proposer is not None:
+        proposed = proposer.observe(proposed, hidden.taps, found.tokens, state.length, committed)
     made = Round(proposal.tokens, found.accepted, found.tokens, committed)
     return made, after_round(state, found, committed, view, proposed), raw
 

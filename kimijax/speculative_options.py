@@ -82,11 +82,13 @@ class SpeculativeOptions:
     def __str__(self) -> str:
         """One line for logs and banners."""
         k = self.draft_tokens
-        what = f"chain of {k}" if self.is_chain else f"tree of {k} ({self.num_steps} steps, {self.eagle_topk} branches)"
+        what = f"chain of {k} drafts"
+        if not self.is_chain:
+            what = f"tree of {k} drafts ({self.num_steps} steps, {self.eagle_topk} branches)"
         how = ["as many as pay" if self.adaptive else "always all"]
         how += ["block verification"] if self.block_verification else []
         how += [f"SIMULATED acceptance length {self.simulate_acc_len:g}, no real output"] if self.is_simulated else []
-        return f"{self.algorithm}, {what} drafts, {', '.join(how)}"
+        return f"{self.algorithm}, {what}, {', '.join(how)}"
 
     def to_json(self) -> dict[str, Any]:
         """The fields that decide what is run."""

@@ -18,10 +18,11 @@ import kimijax
 from kimijax.generate import LLM
 
 from .app import create_app
+from .check import check
 from .config import ServerConfig, parse_args
 from .service import ServerState, Service
 from .shutdown import DrainingServer
-from .startup import USER_ERRORS, bind, check_files, example, listen, load_service
+from .startup import USER_ERRORS, Resolved, bind, check_files, example, listen, load_service, use_compilation_cache
 
 log = logging.getLogger("kimijax.serve")
 
@@ -31,15 +32,15 @@ _PROBES = ("/health", "/ready")
 class Loader(threading.Thread):
     """Makes the service while the HTTP server already answers. Ends the server when it fails."""
 
-    def __init__(self, config: ServerConfig, model_limit: int, port: int, state: ServerState) -> None:
+    def __init__(self, config: ServerConfig, found: Resolved, port: int, state: ServerState) -> None:
         super().__init__(name="loader", daemon=True)
-        self._config, self._model_limit, self._port, self._state = config, model_limit, port, state
+        self._config, self._found, self._port, self._state = config, found, port, state
         self.server: uvicorn.Server | None = None
         self.exit_code = 0
 
     def run(self) -> None:
         try:
-            service, llm = load_service(self._config, self._model_limit)
+            service, llm = load_service(self._config, self._found)
         except USER_ERRORS as error:
             self._fail(2, str(error))
         except Exception as error:
@@ -61,8 +62,18 @@ class Loader(threading.Thread):
             f"kimijax {kimijax.__version__}, jax {jax.__version__}, {llm!r} as {service.name!r}: "
             f"context {engine.context_length}, {engine.max_batch} requests at once, "
             f"{engine.total_pages} pages of {engine.page_size} tokens\n"
+            f"{self._speculation(llm)}\n"
             f"Ready. Try:\n\n  {example(self._config, self._port, service)}\n"
         )
+
+    def _speculation(self, llm: LLM) -> str:
+        draft, options = llm.draft, self._found.speculation
+        if draft is None or options is None:
+            return "No speculation."
+        told = f"Speculation: {options}; draft {draft.name}"
+        if draft.recorded:
+            told += f", recorded acceptance by position {', '.join(f'{p:.2f}' for p in draft.recorded)}"
+        return told
 
 
 def _is_no_probe(record: logging.LogRecord) -> bool:
@@ -83,15 +94,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = parse_args(arguments)
     start_logging(config)
     try:
+        if config.check:
+            print(check(config), flush=True)
+            return 0
+        kept = use_compilation_cache(config)
         listener = bind(config.host, config.port)
-        model_limit = check_files(config)
-        config.engine_config(model_limit)
+        found = check_files(config)
         listen(listener)
     except USER_ERRORS as error:
         print(f"kimijax.serve: error: {error}", file=sys.stderr)
         return 2
+    if kept is not None:
+        log.info("compiled programs are kept in %s", kept)
     state = ServerState(config.watchdog_timeout)
-    loader = Loader(config, model_limit, listener.getsockname()[1], state)
+    loader = Loader(config, found, listener.getsockname()[1], state)
     settings = uvicorn.Config(create_app(state), log_config=None, lifespan="off", ws="none", server_header=False)
     loader.server = DrainingServer(settings, state, config.shutdown_timeout)
     loader.start()

@@ -158,13 +158,18 @@ def _add_information(app: FastAPI, state: ServerState) -> None:
 
 
 def _model_card(service: Service) -> dict[str, object]:
-    return {
+    card: dict[str, object] = {
         "id": service.name,
         "object": "model",
         "created": service.created,
         "owned_by": "kimijax",
         "max_model_len": service.engine.config.context_length,
     }
+    if service.speculation is not None:
+        card["speculation"] = service.speculation.to_json()
+        if service.speculation.is_simulated:
+            card["simulated"] = "acceptance is simulated to measure speed: answers are not the model's output"
+    return card
 
 
 def _condition(state: ServerState, fault: str | None) -> Response:

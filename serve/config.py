@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn, cast, get_args
 from kimijax.engine.config import EngineConfig
 from kimijax.errors import ConfigError
 from kimijax.generate import DEFAULT_CONTEXT
+from kimijax.layer_ids import CONVENTIONS
 from kimijax.plan import JAX_FRACTION
 
 from .speculation_flags import SpeculationFlags, flag_name
@@ -41,8 +42,9 @@ def _truth(text: str) -> bool:
 
 
 def _flag(help: str, *aliases: str, kind: Any = str, choices: Any = None) -> dict[str, Any]:
-    """Metadata of a field that is a flag: the field's name with dashes. `choices`: a Literal type."""
-    return {"help": help, "aliases": aliases, "type": kind, "choices": get_args(choices) or None}
+    """Metadata of a field that is a flag: the field's name with dashes. `choices`: a Literal type, or names."""
+    names = choices if isinstance(choices, tuple) else get_args(choices) or None
+    return {"help": help, "aliases": aliases, "type": kind, "choices": names}
 
 
 def _switch(help: str, *aliases: str) -> dict[str, Any]:
@@ -85,7 +87,9 @@ class ServerConfig:
     chunked_prefill_size: int = field(default=512, metadata=_flag("prompt tokens computed in one step", kind=int))
     disable_radix_cache: bool = field(
         default=False,
-        metadata=_switch("compute every prompt anew, also where its beginning is in the cache"),
+        metadata=_switch(
+            "compute every prompt anew, also where its beginning is in the cache", "--no-enable-prefix-caching"
+        ),
     )
     tp: int = field(
         default=1,
@@ -115,6 +119,12 @@ class ServerConfig:
             "directory of an EAGLE-3 draft, or nano, the one that comes with kimijax",
             "--speculative-draft-model",
             "--spec-model",
+        ),
+    )
+    layer_id_convention: str | None = field(
+        default=None,
+        metadata=_flag(
+            "whose layer ids another producer's draft has, where its files do not tell", choices=tuple(CONVENTIONS)
         ),
     )
     speculative_num_steps: int | None = field(
@@ -236,6 +246,7 @@ class ServerConfig:
             page_size=page,
             n_pages=None if total is None else total // page,
             chunk_size=self.chunked_prefill_size,
+            prefix_cache=not self.disable_radix_cache,
             max_queued=self.max_queued_requests,
         )
 

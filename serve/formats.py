@@ -42,13 +42,15 @@ class Format(ABC):
 
     id: str
     model: str
-    tokenizer: Tokenizer | None = None
-    """Says what the tokens of log-probabilities are; None where none were asked for."""
+    tokenizer: Tokenizer
+    """Says what the tokens of log-probabilities are."""
+    logprobs: int | None = None
+    """How many alternatives to each token are listed; None where no log-probabilities were asked for."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
     def of(cls, service: Service, job: Job) -> Self:
-        return cls(job.id, service.name, service.tokenizer if job.logprobs else None)
+        return cls(job.id, service.name, service.tokenizer, job.logprobs)
 
     @property
     @abstractmethod
@@ -130,7 +132,7 @@ class ChatFormat(Format):
     def _logprobs(
         self, content: Sequence[PlacedLogprobs], reasoning: Sequence[PlacedLogprobs] = ()
     ) -> dict[str, Any] | None:
-        if self.tokenizer is None:
+        if self.logprobs is None:
             return None
         found: dict[str, Any] = {"content": chat_entries(self.tokenizer, content), "refusal": None}
         if reasoning:
@@ -166,5 +168,6 @@ class CompletionFormat(Format):
     def _choice(
         self, index: int, text: str, placed: Sequence[PlacedLogprobs], finish_reason: str | None
     ) -> dict[str, Any]:
-        logprobs = None if self.tokenizer is None else completion_lists(self.tokenizer, placed)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        asked = self.logprobs
+        found = None if asked is None else completion_lists(self.tokenizer, placed, top=asked > 0)
+        return {"index": index, "text": text, "logprobs": found, "finish_reason": finish_reason}

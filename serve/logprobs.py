@@ -7,6 +7,7 @@ natural logarithms of the target's own distribution, before penalties, temperatu
 from collections.abc import Sequence
 from typing import Any
 
+from kimijax.engine.request import TokenLogprobs
 from kimijax.text_stream import PlacedLogprobs
 from kimijax.tokenizer import Tokenizer
 
@@ -27,24 +28,27 @@ def _chat_entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, A
     return {"token": data.decode("utf-8", errors="replace"), "logprob": max(logprob, _LEAST), "bytes": list(data)}
 
 
-def completion_lists(tokenizer: Tokenizer, placed: Sequence[PlacedLogprobs]) -> dict[str, list[Any]]:
+def completion_lists(
+    tokenizer: Tokenizer, placed: Sequence[PlacedLogprobs], *, top: bool
+) -> dict[str, list[Any] | None]:
     """The lists of a completion's `logprobs`, one element a token.
 
-    `top_logprobs` holds the most probable tokens and the token itself, so one more where it is not among them;
-    `text_offset` counts characters from the start of the completion.
+    `top_logprobs` holds the most probable tokens and the token itself, so one more where it is not among them; without
+    `top`, none. `text_offset` counts characters from the start of the completion.
     """
-    tops: list[dict[str, float]] = []
-    for p in placed:
-        top: dict[str, float] = {}
-        for token, number in (*p.entry.top, (p.entry.token, p.entry.logprob)):
-            top.setdefault(_completion_text(tokenizer, token), max(number, _LEAST))
-        tops.append(top)
     return {
         "tokens": [_completion_text(tokenizer, p.entry.token) for p in placed],
         "token_logprobs": [max(p.entry.logprob, _LEAST) for p in placed],
-        "top_logprobs": tops,
+        "top_logprobs": [_top(tokenizer, p.entry) for p in placed] if top else None,
         "text_offset": [p.start for p in placed],
     }
+
+
+def _top(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for token, number in (*entry.top, (entry.token, entry.logprob)):
+        found.setdefault(_completion_text(tokenizer, token), max(number, _LEAST))
+    return found
 
 
 def _completion_text(tokenizer: Tokenizer, token: int) -> str:

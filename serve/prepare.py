@@ -11,7 +11,8 @@ from typing import Any, cast
 
 from kimijax.engine.request import Request, Sampling
 from kimijax.errors import RequestError
-from kimijax.text_request import bad_word_ids
+from kimijax.grammar import GrammarKind, GrammarSpec
+from kimijax.text_request import bad_word_ids, with_grammar
 
 from .errors import ApiError
 from .openai_schema import ChatRequest, CompletionRequest, GenerationRequest
@@ -35,8 +36,8 @@ class Job:
     prompt_tokens: int
     raw: bool
     """Marks of reasoning are text like any other."""
-    logprobs: bool
-    """Whether the answer lists log-probabilities."""
+    logprobs: int | None
+    """How many alternatives to each token the answer lists; None: no log-probabilities at all."""
 
 
 def prepare_chat(service: Service, body: ChatRequest) -> Job:
@@ -107,12 +108,40 @@ def _job(
         raise RequestError(field, f"found {n * len(prompts)} answers in one request, expected at most {room}")
     job_id = f"{prefix}-{uuid.uuid4().hex}"
     requests: list[Request] = []
+    spec = _grammar(body)
     for prompt in prompts:
         for i in range(n):
             choice = dataclasses.replace(sampling, seed=_seed(body.seed, i))
-            requests.append(service.engine.make_request(prompt, choice, id=f"{job_id}-{len(requests)}"))
+            request = service.engine.make_request(prompt, choice, id=f"{job_id}-{len(requests)}")
+            if spec is not None:
+                request = with_grammar(request, spec, service.tokenizer, service.grammars, raw=raw)
+            requests.append(request)
     prompt_tokens = sum(map(len, prompts))
-    return Job(job_id, tuple(requests), n, body.stop, prompt_tokens, raw, sampling.logprobs is not None)
+    return Job(job_id, tuple(requests), n, body.stop, prompt_tokens, raw, sampling.logprobs)
+
+
+def _grammar(body: GenerationRequest) -> GrammarSpec | None:
+    """The form that the answer has to have, if any. RequestError for one that is malformed."""
+    form, outputs = body.response_format, body.structured_outputs
+    if form is not None and form.json_schema is not None:
+        return GrammarSpec.of_json_schema(form.json_schema.schema_)
+    if form is not None and form.type == "json_object":
+        return GrammarSpec("json_object")
+    if outputs is None:
+        return None
+    name = "structured_outputs"
+    if isinstance(outputs.json_, dict):
+        return GrammarSpec.of_json_schema(outputs.json_, name)
+    if outputs.choice is not None:
+        return GrammarSpec.of_choices(outputs.choice, name)
+    if outputs.json_object:
+        return GrammarSpec("json_object", field=name)
+    texts: dict[GrammarKind, str | None] = {
+        "json_schema": outputs.json_,
+        "regex": outputs.regex,
+        "lark": outputs.grammar,
+    }
+    return next(GrammarSpec(kind, text, name) for kind, text in texts.items() if text is not None)
 
 
 def _seed(seed: int | None, index: int) -> int | None:

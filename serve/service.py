@@ -1,6 +1,7 @@
 """What the routes work with: the loaded model behind its runner, and where the server is in its life."""
 
 import enum
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -9,6 +10,8 @@ from kimijax.chat import ChatTemplate
 from kimijax.engine.config import EngineConfig
 from kimijax.engine.request import Request, Sampling
 from kimijax.engine.runner import EngineRunner
+from kimijax.grammar import Grammars
+from kimijax.speculative_options import SpeculativeOptions
 from kimijax.tokenizer import Tokenizer
 
 from .errors import unavailable
@@ -19,6 +22,8 @@ class RequestMaker(Protocol):
 
     @property
     def config(self) -> EngineConfig: ...
+    @property
+    def vocab_size(self) -> int: ...
     def make_request(self, prompt: Sequence[int], sampling: Sampling, *, id: str | None = None) -> Request: ...
 
 
@@ -37,6 +42,12 @@ class Service:
     """Template variables for requests that do not set them."""
     created: int = 0
     """Seconds since 1970 at which the model was loaded."""
+    speculation: SpeculativeOptions | None = None
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """Made for the first request that asks for a form; that takes about a second for 160,000 ids."""
+        return Grammars(self.tokenizer, self.engine.vocab_size)
 
 
 class Phase(enum.Enum):

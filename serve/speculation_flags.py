@@ -16,6 +16,7 @@ from kimijax.speculative_options import OFF, SpeculativeOptions
 _FLAGS = {
     "algorithm": "speculative_algorithm",
     "draft": "speculative_draft_model_path",
+    "convention": "layer_id_convention",
     "num_steps": "speculative_num_steps",
     "eagle_topk": "speculative_eagle_topk",
     "num_draft_tokens": "speculative_num_draft_tokens",
@@ -35,6 +36,7 @@ class SpeculationFlags:
 
     algorithm: str | None = None
     draft: str | None = None
+    convention: str | None = None
     num_steps: int | None = None
     eagle_topk: int | None = None
     num_draft_tokens: int | None = None
@@ -45,7 +47,7 @@ class SpeculationFlags:
     @property
     def settings(self) -> dict[str, Any]:
         """The arguments of `SpeculativeOptions.resolve` that these are."""
-        return {name: value for name, value in vars(self).items() if name != "draft"}
+        return {name: value for name, value in vars(self).items() if name not in ("draft", "convention")}
 
     @property
     def is_off(self) -> bool:
@@ -94,6 +96,9 @@ class SpeculationFlags:
                     raise ConfigError(flag_name(_FLAGS[name]), value, "no such setting without an algorithm", fix)
         elif self.is_off:
             SpeculativeOptions.resolve(draft=self.draft, **self.settings)  # names what is set beside it
+        if self.convention is not None and self.draft is None:
+            flag = flag_name(_FLAGS["convention"])
+            raise ConfigError(flag, self.convention, "no such setting without a draft", "leave it out")
 
 
 def flag_name(name: str) -> str:

@@ -1,8 +1,11 @@
-"""The steps before the first answer: take the port, check the checkpoint, listen, load, say how to ask."""
+"""The steps before the first answer: take the port, check the files, listen, load, audit the draft, say how to ask."""
 
 import logging
 import socket
+import tempfile
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +13,30 @@ import orjson
 
 import kimijax
 from kimijax import checkpoint
-from kimijax.config import load_config
+from kimijax.chat import ChatTemplate
+from kimijax.config import TargetConfig, load_config
+from kimijax.doctor import short_doctor, text_of_target
+from kimijax.draft_loading import DraftFiles, check_options, declare_stand_in, read_draft, resolve_options
+from kimijax.drafter import Drafter
+from kimijax.engine.config import EngineConfig
 from kimijax.engine.runner import EngineRunner
 from kimijax.errors import CheckpointError, ConfigError, RequestError, TemplateError, TokenizerError
 from kimijax.generate import LLM
-from kimijax.loader import load_tokenizer, model_directory, place
+from kimijax.loader import Placement, load_tokenizer, model_directory, place
+from kimijax.names import parameters
+from kimijax.serving_plan import plan_memory
+from kimijax.speculative_options import SpeculativeOptions
+from kimijax.tokenizer import Tokenizer
+from kimijax.wiring import WiringError
 
-from .config import ServerConfig
+from .config import DEFAULT_COMPILATION_CACHE, ServerConfig
 from .service import Service
 
 log = logging.getLogger(__name__)
 
 # What a user can cause and a line of text can explain.
 USER_ERRORS = (ConfigError, CheckpointError, TokenizerError, TemplateError)
-_DTYPES = {"auto": None, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
+DTYPES = {"auto": None, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
 _BACKLOG = 2048
 
 
@@ -65,24 +78,43 @@ def _taken(host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError("--port", port, f"a port of {host} that is free", why)
 
 
-def check_files(config: ServerConfig) -> int:
-    """Read all that is small in the checkpoint: JSON, tokenizer, template and the headers of the weights.
+@dataclass(frozen=True)
+class Resolved:
+    """What a command line and the files that it names come to.
 
-    Returns:
-      The model's number of positions.
-    Raises:
-      ConfigError, CheckpointError, TokenizerError, TemplateError: what is wrong with it.
+    Attributes:
+      placement: where the weights will go.
+      draft: None without speculation, or where acceptance is simulated without a draft.
+      speculation: None: plain decoding.
     """
-    if config.tp > (n := len(jax.devices())):
-        raise ConfigError("--tp", config.tp, f"at most {n}, the number of devices")
+
+    directory: Path
+    target: TargetConfig
+    tokenizer: Tokenizer | None
+    chat: ChatTemplate | None
+    placement: Placement
+    engine: EngineConfig
+    draft: DraftFiles | None
+    speculation: SpeculativeOptions | None
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The drafter's declaration, a stand-in's where acceptance is simulated without a draft."""
+        if self.speculation is None:
+            return None
+        return declare_stand_in(self.target, self.placement.dtype) if self.draft is None else self.draft.declared
+
+
+def resolve(config: ServerConfig, placement: Placement) -> Resolved:
+    """Reads all that is small: JSON, tokenizer, template, the draft's headers and vocabulary.
+
+    Raises:
+      ConfigError, CheckpointError, TokenizerError, TemplateError: what is wrong with it, or does not fit together.
+    """
     directory = model_directory(config.model_path)
     target = load_config(directory, latent_norm_eps=config.latent_norm_eps)
     tokenizer, chat = load_tokenizer(directory, target)
-    if tokenizer is None:
-        raise TokenizerError(f"{directory}: found no tiktoken.model and tokenizer_config.json; a server needs both")
-    if chat is None:
-        log.warning("%s has no chat template: only /v1/completions will answer", directory)
-    else:
+    if chat is not None:
         try:
             chat.encode([{"role": "user", "content": "?"}], **config.default_chat_template_kwargs)
         except RequestError as error:
@@ -90,24 +122,105 @@ def check_files(config: ServerConfig) -> int:
             raise ConfigError(
                 "--default-chat-template-kwargs", found, "variables of the template", str(error)
             ) from error
-    placement = place(_DTYPES[config.dtype], config.tp)
+    flags = config.speculation()
+    draft = None
+    if flags.draft is not None:
+        draft = read_draft(
+            flags.draft,
+            directory,
+            target,
+            tokenizer,
+            algorithm=flags.algorithm,
+            convention=flags.convention,
+            dtype=placement.dtype,
+        )
+    options = resolve_options(draft, **flags.settings)
+    engine = config.engine_config(target.max_positions, None if draft is None else draft.config.max_positions)
+    if options is not None:
+        check_options(draft, options, engine.context_length)
+    return Resolved(directory, target, tokenizer, chat, placement, engine, draft, options)
+
+
+def check_files(config: ServerConfig) -> Resolved:
+    """`resolve`, and whether the headers of the weights fit the configuration, and all of it the devices.
+
+    Raises:
+      ConfigError, CheckpointError, TokenizerError, TemplateError: what is wrong.
+    """
+    if config.tp > (n := len(jax.devices())):
+        raise ConfigError("--tp", config.tp, f"at most {n}, the number of devices")
+    found = resolve(config, place(DTYPES[config.dtype], config.tp))
+    if found.tokenizer is None:
+        raise TokenizerError(
+            f"{found.directory}: found no tiktoken.model and tokenizer_config.json; a server needs both"
+        )
+    if found.chat is None:
+        log.warning("%s has no chat template: only /v1/completions will answer", found.directory)
+    check_weights(config, found)
+    return found
+
+
+def check_weights(config: ServerConfig, found: Resolved) -> None:
+    """Whether headers, configuration and this machine's devices fit. ConfigError, CheckpointError: what does not."""
+    where = found.placement
     try:
         checkpoint.check(
-            directory, target, mesh=placement.mesh, dtype=placement.dtype, unpack_int4=placement.unpack_int4
+            found.directory, found.target, mesh=where.mesh, dtype=where.dtype, unpack_int4=where.unpack_int4
         )
+        if found.drafter is not None:
+            checkpoint.place(parameters(found.drafter), where.mesh, lambda _: None)
     except ConfigError as error:
         if not error.field.startswith("mesh axis"):
             raise
-        raise ConfigError("--tp", config.tp, "a number that divides the model", str(error)) from error
-    return target.max_positions
+        raise ConfigError("--tp", config.tp, "a number that divides the model and its draft", str(error)) from error
+    plan, _ = plan_memory(found.directory, found.engine, found.drafter, where, config.tp)
+    plan.check()
 
 
-def load_service(config: ServerConfig, model_limit: int) -> tuple[Service, LLM]:
-    """Load the weights, compile, and start the engine's thread."""
+def use_compilation_cache(config: ServerConfig) -> Path | None:
+    """Lets JAX keep compiled programs on disk; the folder, None where nothing is kept.
+
+    Raises:
+      ConfigError: a folder that was asked for and cannot be written.
+    """
+    wanted = config.compilation_cache_dir
+    if wanted == "none":
+        jax.config.update("jax_enable_compilation_cache", False)
+        return None
+    told: str | None = jax.config.jax_compilation_cache_dir
+    if wanted is None and told is not None:
+        return Path(told)
+    folder = Path(wanted or DEFAULT_COMPILATION_CACHE).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
+        if wanted is None:
+            log.warning("no compiled programs are kept, every start compiles anew: %s: %s", folder, error)
+            return None
+        fix = "name another folder, or none to keep nothing"
+        raise ConfigError("--compilation-cache-dir", wanted, f"a folder that can be written ({error})", fix) from error
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    # The defaults keep what took a second; a server has many small programs.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return folder
+
+
+def load_service(config: ServerConfig, found: Resolved) -> tuple[Service, LLM]:
+    """Load the weights, compile, audit the draft, and start the engine's thread.
+
+    Raises:
+      WiringError: a draft that target and drafter do not reproduce, or that runs otherwise than it was trained.
+    """
     llm = kimijax.load(
         config.model_path,
-        engine=config.engine_config(model_limit),
-        dtype=_DTYPES[config.dtype],
+        draft=None if found.draft is None else found.draft.directory,
+        speculation=found.speculation,
+        layer_id_convention=config.layer_id_convention,
+        engine=found.engine,
+        dtype=DTYPES[config.dtype],
         tensor_parallel=config.tp,
         latent_norm_eps=config.latent_norm_eps,
         progress=True,
@@ -117,6 +230,7 @@ def load_service(config: ServerConfig, model_limit: int) -> tuple[Service, LLM]:
     started = time.monotonic()
     llm.engine.warm_up(log.info)
     log.info("warm-up took %.1f s", time.monotonic() - started)
+    audit_draft(llm, found.placement)
     service = Service(
         name=config.served_model_name or llm.name,
         engine=llm.engine,
@@ -126,8 +240,35 @@ def load_service(config: ServerConfig, model_limit: int) -> tuple[Service, LLM]:
         default_sampling=llm.default_sampling,
         chat_kwargs=config.default_chat_template_kwargs,
         created=int(time.time()),
+        speculation=found.speculation,
     )
     return service, llm
+
+
+def audit_draft(llm: LLM, placement: Placement) -> None:
+    """Runs a draft that has no probe in the few ways that are mixed up most, on text that the target writes.
+
+    Raises:
+      WiringError: it was trained to be run otherwise; names the fix.
+    """
+    draft = llm.draft
+    if draft is None or draft.probe is not None or draft.is_stand_in:
+        return
+    if draft.options.is_simulated:
+        log.warning("draft %s has no probe, and is not checked: acceptance is simulated", draft.name)
+        return
+    try:
+        text = text_of_target(llm)
+    except ConfigError as error:
+        log.warning("draft %s has no probe, and the target writes too little to check it: %s", draft.name, error)
+        return
+    diagnosis = short_doctor(llm.model, draft.drafter, text, mesh=placement.mesh)
+    if diagnosis.trained is None:
+        log.warning("draft %s: %s", draft.name, diagnosis.verdict)
+    elif diagnosis.is_right:
+        log.info("draft %s has no probe; on the target's own text %s", draft.name, diagnosis.verdict)
+    else:
+        raise WiringError("draft", f"{draft.name} does not run as it was trained\n{diagnosis.verdict}")
 
 
 def example(config: ServerConfig, port: int, service: Service) -> str:

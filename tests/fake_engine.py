@@ -8,7 +8,7 @@ import numpy as np
 
 from kimijax.engine.config import EngineConfig
 from kimijax.engine.engine import Engine, EngineStats
-from kimijax.engine.request import Constraint, Request, Sampling, StepOutput, TokenLogprobs
+from kimijax.engine.request import Request, Sampling, StepOutput, TokenLogprobs
 from kimijax.engine.scheduler import QueueFullError
 
 SMALL = EngineConfig(max_batch=2, context_length=64, page_size=8, chunk_size=64, max_queued=2)
@@ -50,15 +50,8 @@ class FakeEngine:
         self.threads: set[str] = set()  # names of the threads that touched the engine
         self.cancelled: list[str] = []
 
-    def make_request(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        id: str | None = None,
-        constraint: Constraint | None = None,
-    ) -> Request:
-        return Engine.make_request(cast(Engine, self), prompt, sampling, id=id, constraint=constraint)
+    def make_request(self, prompt: Sequence[int], sampling: Sampling, *, id: str | None = None) -> Request:
+        return Engine.make_request(cast(Engine, self), prompt, sampling, id=id)
 
     def add(self, request: Request) -> None:
         self._note_thread()

@@ -18,6 +18,7 @@ from kimijax.engine.config import EngineConfig
 from kimijax.engine.request import FinishReason, Request, Sampling, StepOutput
 from kimijax.errors import ConfigError, RequestError, TokenizerError
 from kimijax.generate import LLM, Prompt, TextStream
+from kimijax.grammar import GrammarSpec
 from kimijax.loader import load_tokenizer
 from kimijax.tokenizer import Tokenizer
 
@@ -231,6 +232,84 @@ def test_paged_decoding_draws_the_same_tokens(llm: LLM, directory: Path) -> None
     assert [c.token_ids for c in paged.generate(prompts, temperature=0, max_tokens=30, ignore_eos=True)] == right
 
 
+def test_texts_of_a_request_become_token_ids(llm: LLM) -> None:
+    made = llm.request("ab", Sampling(bad_words=((1, 2),)), bad_words=["b"])
+    assert made.sampling.bad_words == ((1, 2), (98,), (260,))
+    assert made.constraint is None
+    spec = GrammarSpec.of_choices(["yes", "no"])
+    first, second = (llm.request("x<think>", Sampling(), grammar=spec).constraint for _ in range(2))
+    assert first is not None
+    assert first is not second  # each answer moves its own
+    starts = np.flatnonzero(np.unpackbits(first.masks(())[0].view(np.uint8), bitorder="little"))
+    assert starts.tolist() == [ord("n"), ord("y")]
+    question = [{"role": "user", "content": "x"}]
+    thinking = llm.request(question, Sampling(), grammar=spec, chat={"thinking": True}).constraint
+    assert thinking is not None
+    assert thinking.masks(())[0].sum() != first.masks(())[0].sum()  # what is thought is free
+
+
+def test_log_probabilities_are_the_models_own(llm: LLM) -> None:
+    """Whatever filters, temperature and rules do to the distribution that is drawn from."""
+    prompt = list(b"def f")
+    settings = {"temperature": 0.7, "top_k": 20, "seed": 3, "frequency_penalty": 1.5, "logit_bias": {65: 5.0}}
+    out = llm.generate(prompt, logprobs=3, max_tokens=8, ignore_eos=True, **settings)
+    assert out.token_ids == llm.generate(prompt, max_tokens=8, ignore_eos=True, **settings).token_ids
+    assert tuple(entry.token for entry in out.logprobs) == out.token_ids
+    logits = llm.logits([*prompt, *out.token_ids]).logits[len(prompt) - 1 : -1, :517].astype(np.float64)
+    right = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    for row, entry in zip(right, out.logprobs, strict=True):
+        assert abs(entry.logprob - row[entry.token]) < 1e-4
+        assert [i for i, _ in entry.top] == np.argsort(-row)[:3].tolist()
+        assert np.abs(np.asarray([p for _, p in entry.top]) - np.sort(row)[::-1][:3]).max() < 1e-4
+    assert llm.generate(prompt, max_tokens=2, ignore_eos=True).logprobs == ()
+
+
+def test_streamed_log_probabilities_join_to_the_whole(llm: LLM) -> None:
+    settings = {"temperature": 1.0, "seed": 1, "logprobs": 0, "max_tokens": 20, "ignore_eos": True}
+    whole = llm.generate("abc", **settings)
+    deltas = list(llm.stream("abc", **settings))
+    assert tuple(entry for d in deltas for entry in d.logprobs) == whole.logprobs
+    shown = [p.entry.token for d in deltas for p in d.text_logprobs]
+    hidden = set(range(261, 517)) - {toy_tokenizer.N_RANKS + toy_tokenizer.NAMES.index(n) for n in toy_tokenizer.SHOWN}
+    assert shown == [token for token in whole.token_ids if token not in hidden]
+
+
+def test_rules_hold(llm: LLM) -> None:
+    settings = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    plain = llm.generate("abc", **settings)
+    assert llm.generate("abc", logit_bias={66: 100.0}, **settings).text == "BBBBBB"
+    banned = llm.generate("abc", Sampling(bad_words=((plain.token_ids[0],),), temperature=0, max_tokens=6))
+    assert plain.token_ids[0] not in banned.token_ids
+    assert llm.generate("abc", logit_bias={66: 100.0}, bad_words=["BB"], **settings).text.find("BB") == -1
+    ends = {"logit_bias": {IM_END: 100.0}, "temperature": 0, "max_tokens": 6}
+    assert llm.generate("abc", **ends).token_ids == (IM_END,)
+    late = llm.generate("abc", min_tokens=3, **ends)
+    assert (len(late.token_ids), late.token_ids[-1], late.finish_reason) == (4, IM_END, "stop")
+    with pytest.raises(RequestError, match="presence_penalty"):
+        llm.generate("abc", presence_penalty=3.0)
+
+
+def test_answers_fit_their_grammar(llm: LLM) -> None:
+    """A model of random weights writes what the schema asks for, each of several answers by itself."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 20, 300]}, "b": {"enum": ["x", "yy"]}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    spec = GrammarSpec.of_json_schema(schema)
+    outs = llm.generate([list(b"abc")] * 3, grammar=spec, temperature=1.0, max_tokens=60, logprobs=0)
+    for out in outs:
+        value = json.loads(out.text)
+        assert value["a"] in (1, 20, 300)
+        assert value["b"] in ("x", "yy")
+        assert out.finish_reason == "stop"
+        assert len(out.logprobs) == len(out.token_ids)
+    assert llm.engine.stats().free_pages == llm.engine.stats().total_pages
+    with pytest.raises(RequestError, match="response_format"):
+        llm.generate("abc", grammar=GrammarSpec.of_json_schema({"type": "nothing"}))
+
+
 def test_ids_without_a_token_are_refused_in_prompts(llm: LLM) -> None:
     assert llm.engine.n_tokens == 517  # the model's vocabulary is padded to 528
     with pytest.raises(RequestError, match=r"prompt: found token id 520, expected 0 \.\.\. 516"):
@@ -249,9 +328,11 @@ def test_a_directory_without_tokenizer_loads_for_ids_only(
     assert llm.logits([1, 2]).logits.shape == (2, 528)
     out = llm.generate([1, 2], temperature=0, max_tokens=3, ignore_eos=True)
     assert (len(out.token_ids), out.text) == (3, "")
-    for prompt, stop in (("text", []), ([1, 2], ["."])):
+    for prompt, text in (("text", {}), ([1, 2], {"stop": ["."]}), ([1, 2], {"bad_words": ["a"]})):
         with pytest.raises(RequestError, match="no tokenizer files"):
-            llm.generate(prompt, stop=stop)
+            llm.generate(prompt, **text)
+    with pytest.raises(RequestError, match="no tokenizer files"):
+        llm.generate([1, 2], grammar=GrammarSpec("json_object"))
     (tmp_path / "tiktoken.model").symlink_to(directory / "tiktoken.model")
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
         kimijax.load(tmp_path, engine=SIZES)

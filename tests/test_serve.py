@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kimijax.engine.request import Request
+from kimijax.penalties import Rules
 from kimijax.serve import app, service
 
 from .asgi import Reply, call
@@ -36,6 +37,7 @@ def test_chat_answer(serve: MakeServer) -> None:
         "prompt_tokens": n_prompt,
         "completion_tokens": n_answer,
         "total_tokens": n_prompt + n_answer,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
@@ -110,6 +112,18 @@ def test_choices_draw_differently_and_can_be_repeated(serve: MakeServer) -> None
     assert [c["text"] for c in server.complete(["a", "b"], n=2, seed=1).json["choices"]] == ["seed 1", "seed 2"] * 2
 
 
+def test_a_prompt_and_its_cached_part_count_once(serve: MakeServer) -> None:
+    server = serve()
+    server.engine.cached_at_start = 2
+    for body in (
+        server.complete(["ab", "cde"], n=2).json,
+        server.complete(["ab", "cde"], n=2, stream=True, stream_options={"include_usage": True}).events[-1],
+    ):
+        assert body["usage"]["prompt_tokens"] == 5
+        assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+        assert body["usage"]["completion_tokens"] == 4 * (len(say(TEXT)) + 1)
+
+
 def test_settings_reach_the_engine(serve: MakeServer) -> None:
     seen: list[Request] = []
 
@@ -122,6 +136,17 @@ def test_settings_reach_the_engine(serve: MakeServer) -> None:
     sampling = seen[-1].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.25, 0.5, 0, 0.25)
     assert (sampling.max_tokens, sampling.stop_token_ids, sampling.ignore_eos) == (1, (65,), True)
+    bias = {"65": -100, "3": 0.5}
+    server.complete(frequency_penalty=-1.5, presence_penalty=2, repetition_penalty=1.25, logit_bias=bias, priority=-3,
+                    min_tokens=4, bad_words=["b", "ab"], logprobs=0)  # fmt: skip
+    sampling = seen[-1].sampling
+    assert sampling.rules == Rules(1.25, -1.5, 2, {65: -100, 3: 0.5}, 4, ((98,), (260,), (97, 98)))
+    assert (sampling.priority, sampling.logprobs) == (-3, 0)
+    server.chat(logprobs=True, top_logprobs=20)
+    assert seen[-1].sampling.logprobs == 20
+    server.chat(logprobs=False, top_logprobs=0)
+    assert seen[-1].sampling.logprobs is None
+    assert not seen[-1].needs_rules
     server.chat(temperature=0, max_tokens=2)
     sampling = seen[-1].sampling
     assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0, 7, 2)
@@ -152,7 +177,7 @@ def test_ends_of_an_answer(serve: MakeServer) -> None:
     assert len(server.engine.cancelled) == 2
 
 
-def test_harmless_values_of_what_is_not_implemented(serve: MakeServer) -> None:
+def test_values_that_change_nothing(serve: MakeServer) -> None:
     shared = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "user": "u", "seed": None}
     chat = {
         "logprobs": False,
@@ -163,6 +188,7 @@ def test_harmless_values_of_what_is_not_implemented(serve: MakeServer) -> None:
         "metadata": {"a": "b"},
         "response_format": {"type": "text"},
     }
+    shared |= {"repetition_penalty": 1, "min_tokens": 0, "bad_words": [], "priority": 0, "structured_outputs": None}
     server = serve()
     assert server.chat(**shared, **chat).status == 200
     assert server.complete(**shared, echo=False, logprobs=None, best_of=1, suffix="").status == 200

@@ -112,7 +112,9 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_a_sound_checkpoint_passes(checkpoint: Path) -> None:
     settings = config.ServerConfig(model_path=str(checkpoint))
     for tp in (1, 2, 8):
-        assert startup.check_files(dataclasses.replace(settings, tp=tp)) == 1024
+        found = startup.check_files(dataclasses.replace(settings, tp=tp))
+        assert found.target.max_positions == found.engine.context_length == 1024
+        assert (found.draft, found.speculation) == (None, None)
 
 
 @pytest.mark.parametrize("tp", [3, 9])
@@ -141,9 +143,15 @@ def test_faulty_checkpoints_are_refused_from_their_headers(checkpoint: Path) -> 
 
 
 def test_devices_too_small_for_the_weights(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup.checkpoint, "check", functools.partial(startup.checkpoint.check, free=lambda _: 10**5))
+    settings = config.ServerConfig(model_path=str(checkpoint), max_running_requests=4)
+    small, larger = (lambda _: 10**5), (lambda _: 10**7)  # noqa: E731
+    monkeypatch.setattr(startup.checkpoint, "check", functools.partial(startup.checkpoint.check, free=small))
     with pytest.raises(ConfigError, match="host memory"):
-        startup.check_files(config.ServerConfig(model_path=str(checkpoint)))
+        startup.check_files(settings)
+    monkeypatch.undo()
+    monkeypatch.setattr(startup, "plan_memory", functools.partial(startup.plan_memory, free=larger))
+    with pytest.raises(ConfigError, match=r"^memory: found '0.01 GB free .*--max-running-requests \d+ fits"):
+        startup.check_files(settings)
 
 
 def test_latent_norm_eps_reaches_the_model(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:

@@ -113,8 +113,7 @@ def test_entries_are_those_of_the_tokens_in_the_text(
         starts.append(len((data + toy.token_bytes(token)[:1]).decode(errors="replace")) - 1)
         data += toy.token_bytes(token)
         if i < min_tokens:
-            # Characters that are complete; a broken or half one is not there yet.
-            free = len(data.decode(errors="ignore")) if data[-1] in (0xE4, 0xB8) else len(data.decode(errors="replace"))
+            free = len(data.decode(errors="ignore"))  # a character that is not complete is not there yet
     text = data.decode(errors="replace")
     answer = run(toy, ids, cuts, stop=stop, min_tokens=min_tokens, raw=True)
     if "\ufffd" not in text:
@@ -137,7 +136,7 @@ def test_ends_inside_a_block(toy: Tokenizer) -> None:
     cut = run(toy, [*b"abDEa", IM_END], [2, 4], stop=["DE"])
     assert (cut.text, cut.finish_reason, cut.completion_tokens) == ("ab", "stop", 4)
     assert [p.entry.token for p in cut.text_logprobs] == [*b"ab"]
-    assert cut.tokens == tuple(b"abDE")
+    assert cut.tokens == tuple(entry.token for entry in cut.logprobs) == tuple(b"abDE")
 
 
 def test_entries_wait_for_their_text(toy: Tokenizer) -> None:
@@ -162,6 +161,12 @@ def test_entries_wait_for_their_text(toy: Tokenizer) -> None:
         ("", []),
     ]
     assert stream.finish_reason == "stop"
+
+
+def test_the_end_of_unfinished_thinking_is_shown(toy: Tokenizer) -> None:
+    answer = run(toy, [*b"so", 0xE4, 0xB8], [3], thinks=True)
+    assert (answer.text, answer.reasoning) == ("", "so\ufffd")
+    assert [(p.start, p.entry.token) for p in answer.reasoning_logprobs] == [(0, 115), (1, 111), (2, 0xE4), (2, 0xB8)]
 
 
 def test_a_token_that_a_stop_string_cuts_in_two_has_an_entry(toy: Tokenizer) -> None:

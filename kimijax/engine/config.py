@@ -25,7 +25,8 @@ class EngineConfig:
     page_size: int = 64
     n_pages: int | None = None  # None: every one of max_batch requests can fill its context
     chunk_size: int = 512  # prompt tokens a step
-    burst: int = 8  # tokens a decoding program makes before the host looks at them
+    burst: int = 8  # tokens a decoding program makes before the host looks at them; one round at least
+    prefix_cache: bool = True  # later requests take over what earlier ones computed of the same first tokens
     max_queued: int = 1024  # waiting requests; more are refused
     # What a burst attends to: "dense", a copy of the batch's pages that all its steps share (fastest on a CPU, but as
     # large as the batch's cache); "paged", pages gathered layer by layer; "auto", dense on a CPU and paged elsewhere.
@@ -57,6 +58,16 @@ class EngineConfig:
     def total_pages(self) -> int:
         return self.max_batch * self.pages_per_request if self.n_pages is None else self.n_pages
 
+    def pages(self, room: int) -> int:
+        """`total_pages` for rounds that write `room` rows from the context's last token on. ConfigError: too few."""
+        one = self.windows(room)[-1] // self.page_size
+        if self.n_pages is None:
+            return self.max_batch * one
+        if self.n_pages < one:
+            expected = f"at least {one}: a full context, and the {room} rows that drafts write behind it"
+            raise ConfigError("n_pages", self.n_pages, expected, "raise --max-total-tokens")
+        return self.n_pages
+
     @property
     def batch_sizes(self) -> tuple[int, ...]:
         return _powers(1, self.max_batch, self.batch_factor)
@@ -67,6 +78,11 @@ class EngineConfig:
         unit = self.page_size
         start = min(-(-256 // unit) * unit, self.context_length)
         return tuple(-(-w // unit) * unit for w in _powers(start, self.context_length, self.context_factor))
+
+    def windows(self, room: int) -> tuple[int, ...]:
+        """`window_lengths`, the last wide enough for rounds that write `room` rows from the context's last token on."""
+        unit, (*shorter, _) = self.page_size, self.window_lengths
+        return (*shorter, -(-(self.context_length + room) // unit) * unit)
 
     @property
     def chunk_lengths(self) -> tuple[int, ...]:

@@ -1,29 +1,72 @@
-"""The engine: requests of token ids go in, drawn token ids come out, step by step."""
+"""The engine: requests of token ids go in, drawn token ids come out, step by step.
 
+A step plans and starts its programs, and only then reads what those of the step before drew: the devices never wait for
+the host. What a program did is known one step late; a request that has ended meanwhile idles in the step after.
+"""
+
+import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from ..acceptance import Acceptance
+from ..drafter import Drafter
 from ..errors import ConfigError, RequestError
+from ..logprobs import Logprobs
 from ..model import Target
-from .config import EngineConfig
-from .programs import ProgramKind, Programs
-from .request import Phase, Request, Sampling, StepOutput
-from .scheduler import Scheduler
+from ..rounds import Record
+from ..speculative_options import SpeculativeOptions
+from .adaptive import Adaptive, Status
+from .config import EngineConfig, bucket
+from .device import Start
+from .programs import Programs
+from .request import WIDEST, Constraint, Phase, Request, Sampling, StepOutput, TokenLogprobs
+from .rule_programs import RulePrograms, RuleRows
+from .scheduler import PrefillPlan, Scheduler
+from .warm_up import measure_costs, warm_up_programs
+
+log = logging.getLogger(__name__)
+
+Bucket = tuple[int, int]  # batch size, window
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters of the moment."""
+    """Counters. The moment's first, then those that only grow."""
 
     n_running: int
     n_waiting: int
-    free_pages: int
+    free_pages: int  # and those that hold prefixes which nobody uses
     total_pages: int
+    n_prompt_tokens: int = 0  # of admitted requests
+    n_cached_tokens: int = 0  # of these, found in the prefix cache
+    n_output_tokens: int = 0
+    n_preempted: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)  # of all rounds with drafts
+    n_without_guesses: int = 0  # rounds whose drafter's logits were not a number
+    speculation: Status | None = None  # of the latest step, where the number of drafts is chosen
+    simulated: bool = False  # acceptance is pretended: the tokens are no output
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A decoding step under way."""
+
+    requests: tuple[Request, ...]
+    record: Record
+    logprobs: Logprobs | None
+    k: int
+    reach: int  # tokens that it may add to a request
+    fresh: frozenset[str]  # requests in their first round, which has no guesses
+    bucket: Bucket
+    begun: float
+    alone: bool  # nothing else ran between the step before and this one
 
 
 class Engine:
@@ -34,6 +77,9 @@ class Engine:
         model: Target,
         config: EngineConfig,
         *,
+        drafter: Drafter | None = None,
+        speculation: SpeculativeOptions | None = None,
+        recorded: Sequence[float] = (),
         n_tokens: int | None = None,
         stop_ids: Sequence[int] = (),
         mesh: Mesh | None = None,
@@ -43,27 +89,68 @@ class Engine:
         Args:
           model: filled target.
           config: sizes.
+          drafter: filled EAGLE-3 head, wired to the model.
+          speculation: how it is used; None exactly where there is no drafter.
+          recorded: acceptance by position where the drafter was measured.
           n_tokens: ids from here on belong to no token and are never drawn; default: all are tokens.
           stop_ids: ids that end every request that does not ignore them.
-          mesh: where the model lies.
+          mesh: where the models lie.
           experts: implementation of the expert product.
         Raises:
-          ConfigError: a context longer than the model's.
+          ConfigError: a context longer than the model's or the drafter's, a drafter for another model or without
+            settings, too few pages.
         """
-        limit = model.config.max_positions
-        if config.context_length > limit:
-            raise ConfigError("context_length", config.context_length, f"at most the model's {limit} positions")
-        self.config = config
+        self._check(model, config, drafter, speculation)
+        self.config, self.speculation = config, speculation
         self.vocab_size = model.config.vocab_size
         self.n_tokens = self.vocab_size if n_tokens is None else min(n_tokens, self.vocab_size)
         self.stop_ids = frozenset(stop_ids)
-        self.experts = experts
-        self._programs = Programs(model, config, self.n_tokens, mesh, experts)
-        self._scheduler = Scheduler(config)
-        self._cache = self._programs.new_cache()
+        self._programs = Programs(model, drafter, config, speculation, self.n_tokens, mesh, experts)
+        self._rules = RulePrograms(self._programs)
+        self._recorded = tuple(recorded)
+        self._adaptive: Adaptive[Bucket, str] | None = None  # from warm-up on
+        self._state = self._programs.new_state()
+        self._scheduler = self._new_scheduler()
+        self._flight: _Flight | None = None
+        self._fresh: set[str] = set()
         self._undelivered: list[StepOutput] = []  # made by a step that has not returned yet
+        self._rule_rows: tuple[tuple[str, ...], RuleRows] | None = None
+        self._last_read = 0.0
+        self._accepted: dict[int, np.ndarray] = {}  # k -> rounds by accepted drafts
+        self._n_output = self._n_without_guesses = 0
+        self._status: Status | None = None
 
-    def make_request(self, prompt: Sequence[int], sampling: Sampling, *, id: str | None = None) -> Request:
+    def _check(
+        self, model: Target, config: EngineConfig, drafter: Drafter | None, options: SpeculativeOptions | None
+    ) -> None:
+        limit = model.config.max_positions
+        if config.context_length > limit:
+            raise ConfigError("context_length", config.context_length, f"at most the model's {limit} positions")
+        if (drafter is None) != (options is None):
+            raise ConfigError("speculation", options, "settings exactly where there is a drafter")
+        if drafter is None:
+            return
+        w, t = drafter.wiring, model.config
+        if (w.target_layers, w.target_hidden) != (t.n_layers, t.hidden):
+            found, expected = (w.target_layers, w.target_hidden), f"{(t.n_layers, t.hidden)}, the target's"
+            raise ConfigError("drafter.wiring (target_layers, target_hidden)", found, expected)
+        if config.context_length > drafter.config.max_positions:
+            expected = f"at most the drafter's {drafter.config.max_positions} positions"
+            raise ConfigError("context_length", config.context_length, expected)
+
+    def _new_scheduler(self) -> Scheduler:
+        p = self._programs
+        reach = max(p.reach(k, 1) for k in p.draft_counts)
+        return Scheduler(self.config, p.n_pages, drafter=p.has_drafter, reach=reach, room=p.room)
+
+    def make_request(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        id: str | None = None,
+        constraint: Constraint | None = None,
+    ) -> Request:
         """Check a request. Raises RequestError for an empty or too long prompt, a bad id, or bad sampling fields."""
         sampling.check(self.vocab_size)
         room = self.config.context_length - len(prompt)
@@ -76,6 +163,7 @@ class Engine:
         if bad:
             raise RequestError("prompt", f"found token id {bad[0]}, expected 0 ... {self.n_tokens - 1}")
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self.stop_ids)
+        sampling.rules.check(self.n_tokens, stops, WIDEST)
         return Request(
             id=secrets.token_hex(12) if id is None else id,
             prompt=tuple(prompt),
@@ -83,6 +171,7 @@ class Engine:
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
             stop_ids=frozenset(stops),
             limit=room if sampling.max_tokens is None else min(sampling.max_tokens, room),
+            constraint=constraint,
         )
 
     def add(self, request: Request) -> None:
@@ -93,94 +182,307 @@ class Engine:
         """Drop a request and free its pages at once; an unknown id is ignored: it may just have finished."""
         request = self._scheduler.find(request_id)
         if request is not None:
-            self._scheduler.finish(request)
+            self._finish(request)
 
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work
 
     def stats(self) -> EngineStats:
-        s = self._scheduler
-        return EngineStats(len(s.running), len(s.waiting), s.pool.n_free, s.pool.n_pages)
+        s, p = self._scheduler, self._scheduler.prefix
+        return EngineStats(
+            len(s.running),
+            len(s.waiting),
+            p.n_available,
+            p.pool.n_pages,
+            p.n_queried,
+            p.n_found,
+            self._n_output,
+            s.n_preempted,
+            self.acceptance,
+            self._n_without_guesses,
+            self._status,
+            self._programs.simulated is not None,
+        )
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Exact counts of all rounds with drafts."""
+        return sum((Acceptance.of_counts(counts) for counts in self._accepted.values()), Acceptance())
 
     def step(self) -> list[StepOutput]:
-        """One chunk of prompt, if any waits, and one burst of decoding, if any request decodes."""
-        self._undelivered = self.prefill_step()
-        outputs = [*self._undelivered, *self.decode_step()]
+        """Chunks of prompts, if any wait, and a decoding step, if any request decodes; what the step before drew."""
         self._undelivered = []
+        s = self._scheduler
+        while s.outranked():
+            if self._drain():
+                continue
+            self._preempt()
+        n_plans = self._prefill()
+        flight = self._decode(alone=n_plans == 0)
+        self._drain()
+        # A request that has ended meanwhile idles in the new step; if all have, there is nothing to read.
+        self._flight = flight if flight is not None and _is_alive(flight) else None
+        outputs, self._undelivered = self._undelivered, []
         return outputs
 
-    def prefill_step(self) -> list[StepOutput]:
-        """One chunk of prompt, if any waits; the request's first token when the chunk was its last."""
-        plan = self._scheduler.plan_prefill()
-        if plan is None:
-            return []
-        self._cache, token = self._programs.prefill(self._cache, plan)
-        plan.request.cached = plan.stop
-        if not plan.last:
-            return []
-        plan.request.phase = Phase.DECODE
-        return [self._commit(plan.request, np.asarray(token))]
+    def _prefill(self) -> int:
+        """Start the programs of this step's chunks of prompts; how many there were."""
+        plans = self._scheduler.plan_prefill()
+        for plan in plans:
+            self._start_prefill(plan)
+        return len(plans)
 
-    def decode_step(self) -> list[StepOutput]:
-        """One burst of decoding, if any request decodes."""
-        decode = self._scheduler.plan_decode()
-        if decode is None:
-            return []
-        self._cache, drawn = self._programs.decode(self._cache, decode.requests, decode.n_steps)
-        rows = zip(decode.requests, np.asarray(drawn), strict=False)  # the last rows are padding
-        return [self._commit(request, tokens[: decode.n_steps]) for request, tokens in rows]
+    def _start_prefill(self, plan: PrefillPlan) -> None:
+        p, request = self._programs, plan.request
+        if plan.copy is not None:
+            self._state = p.copy(self._state, plan.copy.source, plan.copy.target)
+        if plan.stop > plan.start:
+            self._state = p.prefill(self._state, request, plan.start, plan.stop, plan.pages)
+        if plan.last:
+            self._state = p.start(self._state, request)
+            if request.needs_rules:
+                self._state = self._rules.begin(self._state, request)
+            self._fresh.add(request.id)
 
-    def _commit(self, request: Request, tokens: np.ndarray) -> StepOutput:
+    def _decode(self, *, alone: bool) -> _Flight | None:
+        """Start a decoding step, with pages for every row that it may write."""
+        s, p = self._scheduler, self._programs
+        while requests := s.ready():
+            rules = any(r.needs_rules for r in requests)
+            if any(r.constraint is not None for r in requests) and self._drain():
+                continue  # the masks are made of what is committed
+            k, n_rounds = self._choose(requests, rules)
+            if s.grow(requests, p.reach(k, n_rounds)):
+                if self._drain():
+                    continue
+                k, n_rounds = 0, 1
+                if s.grow(requests, 1):
+                    self._preempt()
+                    continue
+            return self._start_decode(requests, rules, k, n_rounds, alone)
+        return None
+
+    def _choose(self, requests: Sequence[Request], rules: bool) -> tuple[int, int]:
+        """Drafts, and rounds."""
+        p = self._programs
+        k = p.most_drafts
+        if k and all(r.id in self._fresh for r in requests):
+            return 0, 1  # there is nothing to guess from yet
+        if k and self._adaptive is not None:
+            of = self._bucket(requests, p.reach(k, p.most_rounds(k)))
+            groups = _groups(requests)
+            k = self._adaptive.choose(of, groups).k
+            self._status = self._adaptive.status(of, groups)
+            if rules:
+                k = p.most_drafts if k else 0
+        one = rules or self._scheduler.wants_prefill
+        return k, 1 if one else p.most_rounds(k)
+
+    def _bucket(self, requests: Sequence[Request], reach: int) -> Bucket:
+        longest = max(r.cached + r.in_flight for r in requests) + reach
+        windows = self._programs.windows
+        return bucket(len(requests), self.config.batch_sizes), bucket(min(longest, windows[-1]), windows)
+
+    def _start_decode(self, requests: Sequence[Request], rules: bool, k: int, n_rounds: int, alone: bool) -> _Flight:
+        p = self._programs
+        size, window = self._bucket(requests, p.reach(k, n_rounds))
+        batch = p.batch(requests, size, window)
+        begun, found = time.perf_counter(), None
+        if rules:
+            record, found = self._rule_round(requests, batch, k)
+        else:
+            self._state, record = p.rounds(self._state, batch, n_rounds, k)
+        for x in (record.tokens, record.produced, record.accepted, record.n_rounds):
+            x.copy_to_host_async()
+        fresh = frozenset(r.id for r in requests if r.id in self._fresh)
+        self._fresh -= fresh
+        reach = n_rounds * (k + 1)
+        for r in requests:
+            r.in_flight += reach
+        return _Flight(tuple(requests), record, found, k, reach, fresh, (size, window), begun, alone and not rules)
+
+    def _rule_round(self, requests: Sequence[Request], batch: Any, k: int) -> tuple[Record, Logprobs]:
+        """A round in two halves, with the masks of grammars along the draft in between."""
+        size, ids = len(batch.places), tuple(r.id for r in requests)
+        if self._rule_rows is None or self._rule_rows[0] != (*ids, str(size)):
+            self._rule_rows = (*ids, str(size)), RuleRows.of(requests, size)
+        rows = self._rule_rows[1]
+        constrained = [(i, r.constraint) for i, r in enumerate(requests) if r.constraint is not None]
+        proposal = None
+        if k:
+            first = self._rules.all_allowed(size, 1)
+            if constrained:
+                first = first.copy()
+                for i, constraint in constrained:
+                    first[i] = constraint.masks(())
+            proposal = self._rules.propose(self._state, batch, rows, first, k)
+        masks = self._rules.all_allowed(size, k + 1)
+        if constrained:
+            masks = masks.copy()
+            guesses = np.asarray(proposal.tokens).tolist() if proposal is not None else [[]] * size
+            for i, constraint in constrained:
+                masks[i] = constraint.masks(guesses[i])
+        self._state, record, found = self._rules.verify(self._state, batch, rows, proposal, masks, k)
+        return record, found
+
+    def _drain(self) -> bool:
+        """Read the step that is under way; False if there is none."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return False
+        tokens, produced = np.asarray(flight.record.tokens).tolist(), np.asarray(flight.record.produced).tolist()
+        accepted, n_rounds = np.asarray(flight.record.accepted), int(flight.record.n_rounds)
+        found = [] if flight.logprobs is None else [np.asarray(x) for x in flight.logprobs]
+        now = time.perf_counter()
+        seconds = now - max(self._last_read, flight.begun)
+        self._last_read = now
+        self._learn(flight, accepted[:n_rounds], produced, seconds)
+        for i, request in enumerate(flight.requests):
+            if request.phase is Phase.FINISHED:  # cancelled, or found to have ended by the step before
+                continue
+            drawn = tokens[i][: produced[i]]
+            own = _logprobs(found, i, drawn, request) if found else []
+            self._commit(request, drawn, own, flight.reach)
+        return True
+
+    def _learn(self, flight: _Flight, accepted: np.ndarray, produced: Sequence[int], seconds: float) -> None:
+        """Count what became of the drafts; accepted: int [rounds, B], -1 where there were none."""
+        k, n = flight.k, len(flight.requests)
+        accepted = accepted[:, :n]
+        if k:
+            counted = self._accepted.setdefault(k, np.zeros(k + 1, np.int64))
+            counted += np.bincount(accepted[accepted >= 0], minlength=k + 1)
+            for i, request in enumerate(flight.requests):
+                own = request.accepted.setdefault(k, [0] * (k + 1))
+                n_tokens = int(request.id in flight.fresh)
+                for a in accepted[:, i].tolist():
+                    if a >= 0:
+                        own[a] += 1
+                        n_tokens += a + 1
+                if produced[i] > n_tokens and flight.logprobs is None:
+                    self._note_broken_drafter(request)
+        if self._adaptive is None or not len(accepted):
+            return
+        costs = self._adaptive.costs
+        if not flight.alone:  # the time is not this step's alone
+            seconds = costs.seconds(flight.bucket, k) * len(accepted)
+        groups = [_group(r) for r in flight.requests]
+        for round in accepted:
+            by_group: dict[str, list[int]] = {}
+            for group, a in zip(groups, round.tolist(), strict=True):
+                if a >= 0 or k == 0:
+                    by_group.setdefault(group, []).append(max(a, 0))
+            if by_group:
+                self._adaptive.observe(flight.bucket, k, max(seconds / len(accepted), 1e-9), by_group)
+
+    def _note_broken_drafter(self, request: Request) -> None:
+        """The text is right all the same, but nothing is gained any more."""
+        if not self._n_without_guesses:
+            log.error(
+                "request %s: the drafter's logits are not a number, and nothing is guessed: its weights or its "
+                "arithmetic are at fault (said once; see the engine's counters)",
+                request.id,
+            )
+        self._n_without_guesses += 1
+
+    def _commit(
+        self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], n_in_flight: int
+    ) -> None:
         """Record drawn tokens up to the request's end."""
         before = len(request.output)
         error = None
-        for token in tokens.tolist():
+        for token in tokens:
             if token < 0:
                 error = "the model's logits are not a number: its weights or its arithmetic are at fault"
+                if request.needs_rules:
+                    error = f"{error}; or the request's rules leave no token"
                 request.finish_reason = "abort"
                 break
             if request.append(token):
                 break
         new = tuple(request.output[before:])
-        request.cached = request.n_tokens - 1
+        self._n_output += len(new)
+        if request.constraint is not None:
+            request.constraint.commit(new)
+        self._scheduler.commit(request, n_in_flight)
         if request.finish_reason is not None:
-            self._scheduler.finish(request)
-        return StepOutput(request.id, new, request.finish_reason, error)
+            self._finish(request)
+        elif not new:
+            return
+        own = tuple(logprobs[: len(new)])
+        self._undelivered.append(StepOutput(request.id, new, request.finish_reason, error, own))
+
+    def _finish(self, request: Request) -> None:
+        self._fresh.discard(request.id)
+        self._scheduler.finish(request)
+
+    def _preempt(self) -> None:
+        self._fresh.discard(self._scheduler.preempt().id)
 
     def recover(self) -> list[StepOutput]:
-        """After a step that raised: end every request that was running and rebuild the cache, which was donated.
+        """After a step that raised: end every request that was running and rebuild the state, which was donated.
 
         Returns what the step had made before it raised (a request may have ended with it), then the ends.
         """
         made, self._undelivered = self._undelivered, []
+        self._flight = None
         dropped = list(self._scheduler.running)
         for request in dropped:
-            self._scheduler.finish(request)
-        for pages in jax.tree.leaves(self._cache):  # not donated if the step failed early; two caches may not fit
-            if isinstance(pages, jax.Array) and not pages.is_deleted():
-                pages.delete()
-        self._cache = self._programs.new_cache()
+            self._finish(request)
+        self._scheduler.prefix.clear()
+        for x in jax.tree.leaves(self._state):  # not donated if the step failed early; two caches may not fit
+            if isinstance(x, jax.Array) and not x.is_deleted():
+                x.delete()
+        self._state = self._programs.new_state()
         return [*made, *(StepOutput(r.id, (), "abort", error="the engine step failed") for r in dropped)]
 
     def warm_up(self, report: Callable[[str], None] | None = None) -> None:
-        """Compile every program that traffic can ask for, by running each once on empty rows."""
-        c = self.config
-        shapes: list[tuple[ProgramKind, int, int]] = [("prefill", n, 0) for n in c.chunk_lengths]
-        if c.context_length > c.chunk_size:
-            shapes.extend(("prefill", c.chunk_lengths[-1], w) for w in c.window_lengths)
-        shapes.extend(("decode", b, w) for b in c.batch_sizes for w in c.window_lengths)
-        for i, (kind, size, window) in enumerate(shapes):
+        """Compile every program that traffic can ask for, and measure what each number of drafts costs."""
+        self._state = warm_up_programs(self._programs, self._rules, self._state, report)
+        options = self.speculation
+        if options is not None and options.adaptive:
             if report is not None:
-                report(f"compiling {i + 1} of {len(shapes)}: {kind} {size} x {window}")
-            self._cache = self._programs.compile(self._cache, kind, size, window)
-        jax.block_until_ready(self._cache)
+                report("measuring rounds")
+            self._state, costs = measure_costs(self._programs, self._state)
+            self._adaptive = Adaptive(costs, self._recorded)
+        self._state = self._programs.start_blank(self._state, self.config.max_batch, Start.blank())
+        jax.block_until_ready(self._state)
 
     def n_compiled(self) -> int:
         """Programs compiled so far; constant after `warm_up`."""
-        sizes = self._programs.sizes()
-        return sizes.prefill + sizes.decode
+        return self._programs.n_compiled() + self._rules.n_compiled()
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError when pages and requests do not add up."""
+        """Raises RuntimeError when pages, places and requests do not add up."""
         self._scheduler.check_integrity()
+
+
+def _is_alive(flight: _Flight) -> bool:
+    return any(r.phase is not Phase.FINISHED for r in flight.requests)
+
+
+def _group(request: Request) -> str:
+    """Kinds of requests whose drafts fare differently."""
+    return "greedy" if request.is_greedy else "sampled"
+
+
+def _groups(requests: Sequence[Request]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for r in requests:
+        group = _group(r)
+        counts[group] = counts.get(group, 0) + 1
+    return counts
+
+
+def _logprobs(found: Sequence[np.ndarray], i: int, tokens: Sequence[int], request: Request) -> list[TokenLogprobs]:
+    """Of one row's tokens; none where they were not asked for."""
+    n = request.sampling.logprobs
+    if n is None:
+        return []
+    chosen, ids, top = (x[i] for x in found)
+    out: list[TokenLogprobs] = []
+    for at, token in enumerate(tokens):
+        best = zip(ids[at, :n].tolist(), top[at, :n].tolist(), strict=True)
+        out.append(TokenLogprobs(token, float(chosen[at]), tuple(best)))
+    return out

@@ -1,14 +1,20 @@
-"""The engine's compiled programs: a prefill per chunk length (and per context length, for the later chunks of a long
-prompt), a burst of decoding per (batch, context) size.
+"""The engine's compiled programs. Each takes the weights and the donated `DeviceState`, and returns the state.
 
-Each call donates the cache and returns the new one. Host arrays go in, device arrays come out; nothing is read back
-here.
+    prefill   a chunk of prompt: for each chunk length, and for each window that a later chunk attends to
+    start     a request whose prompt is cached takes its place among those that decode
+    copy      one page, where a prompt shares part of a page with an earlier one
+    rounds    several rounds of draft and verify: for each batch size, window and number of drafts
+    propose, verify, begin_rules   the same in two halves, one round, for requests that need more (`rule_programs`)
+
+Prefill fills the caches with all but a prompt's last token, and draws nothing: that token is the first round's, as
+every later one is its round's, so that one program family draws all tokens. Host arrays go in, device arrays come out;
+nothing is read back here.
 """
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,169 +23,295 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..cache import PagedCache, PagedView, Window
+from ..block_verification import BLOCK
+from ..cache import CacheView, PagedCache, PagedView, Window
+from ..draft_tree import DraftTree, TreeShape, tree_round
+from ..drafter import Drafter
 from ..model import Target
-from ..sampling import SamplingRows, sample
+from ..rounds import Record, decode_rounds, plain_rounds
+from ..simulated import simulated_chances
+from ..speculation import DraftChain, Round, RowState, speculative_round
+from ..speculative_options import SpeculativeOptions
+from ..verification import TOKEN_BY_TOKEN
 from .config import EngineConfig, bucket
+from .device import DeviceState, Slots, Start, after_rounds, put_rows, put_start, row_state, take_rows
 from .request import Request
-from .scheduler import PrefillPlan
 
-ProgramKind = Literal["prefill", "decode"]
-
-
-@dataclass(frozen=True)
-class ProgramSizes:
-    """Counts of compiled programs, for the warm-up check."""
-
-    prefill: int
-    decode: int
+Kind = Literal["prefill", "rounds", "propose", "verify", "other"]
 
 
-class Programs:
-    """Compiled programs over one model. `n_tokens` is how many ids belong to a token."""
+class Batch(NamedTuple):
+    """Host arrays that name a batch to a program."""
 
-    def __init__(self, model: Target, config: EngineConfig, n_tokens: int, mesh: Mesh | None, experts: str) -> None:
-        self.config, self.mesh = config, mesh
-        self._graph, state = nnx.split(model)
-        self._leaves, self._tree = jax.tree.flatten(state)  # a flat list keeps the jit call on its fast path
-        self._experts, self._n_tokens = experts, n_tokens
-        self._dense = config.decode_view == "dense" or (config.decode_view == "auto" and jax.default_backend() == "cpu")
-        self._cache_dtype = model.layers[0].attention.kv_a[...].dtype
-        self._target_config = model.config
-        self._prefill = jax.jit(self._prefill_program, donate_argnums=1)
-        self._decode = jax.jit(self._decode_program, donate_argnums=1)
+    places: np.ndarray  # int32 [B], past the last place where it is padding
+    table: np.ndarray  # int32 [B, n], pages in order, padded with -1
 
-    def new_cache(self) -> PagedCache:
-        """An empty cache on the devices."""
+
+class ProgramSet:
+    """What all program families share: the models' weights, sizes, the way from a batch's rows to views and back."""
+
+    def __init__(
+        self,
+        model: Target,
+        drafter: Drafter | None,
+        config: EngineConfig,
+        options: SpeculativeOptions | None,
+        n_tokens: int,
+        mesh: Mesh | None,
+        experts: str,
+    ) -> None:
+        self.config, self.mesh, self.n_tokens, self.experts = config, mesh, n_tokens, experts
+        self.target_config = model.config
+        self._models = (model, drafter)
+        self._graph, state = nnx.split((model, drafter))
+        self.leaves, self._tree = jax.tree.flatten(state)  # a flat list keeps the jit call on its fast path
+        self.dense = config.decode_view == "dense" or (config.decode_view == "auto" and jax.default_backend() == "cpu")
+        self.shape: TreeShape | None = None
+        self.rule, self.simulated = TOKEN_BY_TOKEN, None
+        self.most_drafts = 0
+        if options is not None and drafter is not None:
+            self.most_drafts = options.num_steps
+            if options.eagle_topk > 1:
+                self.shape = TreeShape(options.num_steps, options.eagle_topk, options.num_draft_tokens - 1)
+            if options.block_verification:
+                self.rule = BLOCK
+            if options.simulate_acc_len is not None:
+                self.simulated = simulated_chances(options.simulate_acc_len, options.num_steps)
+        self.room = max(1, self.most_drafts + 1, 0 if self.shape is None else self.shape.room)
+        spare = self.room if self.room > 1 else 0
+        self.windows, self.n_pages = config.windows(spare), config.pages(spare)
+
+    @property
+    def has_drafter(self) -> bool:
+        return self._models[1] is not None
+
+    def jit(self, program: Any, *, static: Sequence[str] = ()) -> Any:
+        """Compiled with the state donated, all results placed as the state is, or a second call would compile anew."""
+        where = None if self.mesh is None else NamedSharding(self.mesh, P())
+        return jax.jit(program, donate_argnames="state", static_argnames=static, out_shardings=where)
+
+    def call(self, program: Any, *args: Any, **static: Any) -> Any:
+        if self.mesh is None:
+            return program(self.leaves, *args, **static)
+        with jax.set_mesh(self.mesh):
+            return program(self.leaves, *args, **static)
+
+    def new_state(self) -> DeviceState:
+        """Empty, on the devices."""
         c = self.config
-        make = functools.partial(PagedCache.create, self._target_config, c.total_pages, c.page_size, self._cache_dtype)
-        # Placed as the programs return it: a cache placed otherwise would compile each program a second time.
-        single = self._leaves[0].sharding
+        make = functools.partial(DeviceState.empty, *self._models, self.n_pages, c.page_size, c.max_batch)
+        single = self.leaves[0].sharding
         return jax.jit(make, out_shardings=single if self.mesh is None else NamedSharding(self.mesh, P()))()
 
-    def sizes(self) -> ProgramSizes:
-        """Programs compiled so far."""
-        return ProgramSizes(_n_compiled(self._prefill), _n_compiled(self._decode))
+    def models(self, leaves: list[jax.Array]) -> tuple[Target, Drafter | None]:
+        return nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
 
-    def prefill(self, cache: PagedCache, plan: PrefillPlan) -> tuple[PagedCache, jax.Array]:
-        """Compute a chunk; returns the cache and the token drawn after it, int32 [1] (meaningless but for the last)."""
-        request, n = plan.request, plan.stop - plan.start
-        if plan.start == 0:
-            length, window = bucket(n, self.config.chunk_lengths), 0
-        else:
-            length, window = self.config.chunk_lengths[-1], bucket(plan.start, self.config.window_lengths)
-        return self._run_prefill(cache, request.tokens(plan.start, plan.stop), plan.start, length, window, [request])
+    def batch(self, requests: Sequence[Request], size: int, window: int) -> Batch:
+        """Of running requests, padded to `size` rows."""
+        places = np.full(size, self.config.max_batch, np.int32)
+        places[: len(requests)] = [r.place for r in requests]
+        return Batch(places, self.table([r.pages for r in requests], size, window))
 
-    def decode(self, cache: PagedCache, requests: Sequence[Request], n_steps: int) -> tuple[PagedCache, jax.Array]:
-        """Draw n_steps tokens for each request; returns the cache and int32 [batch size, burst]."""
-        size = bucket(len(requests), self.config.batch_sizes)
-        reach = min(max(r.cached for r in requests) + n_steps, self.config.context_length)
-        return self._run_decode(cache, requests, size, bucket(reach, self.config.window_lengths), n_steps)
-
-    def compile(self, cache: PagedCache, kind: ProgramKind, size: int, window: int) -> PagedCache:
-        """Compile one program by running it on padding alone, which leaves the cache's pages as they are."""
-        if kind == "prefill":
-            return self._run_prefill(cache, [], 0, size, window, [])[0]
-        return self._run_decode(cache, [], size, window, 1)[0]
-
-    def _run_prefill(
-        self, cache: PagedCache, tokens: list[int], start: int, length: int, window: int, requests: Sequence[Request]
-    ) -> tuple[PagedCache, jax.Array]:
-        ids = np.zeros((1, length), np.int32)
-        ids[0, : len(tokens)] = tokens
-        context = None if window == 0 else self._table(requests, 1, window)
-        table = self._table(requests, 1, self.config.context_length)
-        n_valid, at = np.int32(len(tokens)), np.asarray([start], np.int32)
-        return self._call(self._prefill, cache, ids, at, n_valid, context, table, _rows(requests, 1))
-
-    def _run_decode(
-        self, cache: PagedCache, requests: Sequence[Request], size: int, window: int, n_steps: int
-    ) -> tuple[PagedCache, jax.Array]:
-        tokens, lengths = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        tokens[: len(requests)] = [r.token(r.cached) for r in requests]
-        lengths[: len(requests)] = [r.cached for r in requests]
-        table = self._table(requests, size, window)
-        return self._call(self._decode, cache, tokens, lengths, table, _rows(requests, size), np.int32(n_steps))
-
-    def _call(self, program: Any, cache: PagedCache, *args: Any) -> tuple[PagedCache, jax.Array]:
-        if self.mesh is None:
-            return program(self._leaves, cache, *args)
-        with jax.set_mesh(self.mesh):
-            return program(self._leaves, cache, *args)
-
-    def _table(self, requests: Sequence[Request], rows: int, length: int) -> np.ndarray:
-        """Block table int32 [rows, length / page_size], padded with -1; pages beyond `length` are left out."""
+    def table(self, pages: Sequence[Sequence[int]], rows: int, length: int) -> np.ndarray:
+        """Block table int32 [rows, length / page_size]; pages beyond `length` are left out."""
         table = np.full((rows, length // self.config.page_size), -1, np.int32)
-        for row, request in zip(table, requests, strict=False):
-            pages = request.pages[: len(row)]
-            row[: len(pages)] = pages
+        for row, own in zip(table, pages, strict=False):
+            n = min(len(own), len(row))
+            row[:n] = own[:n]
         return table
 
-    def _model(self, leaves: list[jax.Array]) -> Target:
-        return nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
+    def views(self, state: DeviceState, table: jax.Array) -> tuple[Any, Any]:
+        """Of both caches: copies of the batch's pages, or the pages themselves."""
+        caches = (state.cache, state.draft)
+        if self.dense:
+            return tuple(None if c is None else c.read(table) for c in caches)  # pyright: ignore[reportReturnType]
+        return tuple(None if c is None else PagedView(c, table) for c in caches)  # pyright: ignore[reportReturnType]
+
+    def stored(
+        self, state: DeviceState, before: Slots, rows: RowState[Any, Any], table: jax.Array, room: int
+    ) -> tuple[PagedCache, PagedCache | None]:
+        """Both caches with the rows that were committed, of the `room` rows that may have been."""
+        draft = rows.proposer.view if self.has_drafter else None
+        offsets = jnp.arange(room, dtype=jnp.int32)[None]
+        positions = before.length[:, None] + offsets
+        positions = jnp.where(positions < rows.length[:, None], positions, -1)
+        cache = _stored(state.cache, rows.view, table, positions)
+        assert cache is not None
+        return cache, _stored(state.draft, draft, table, positions)
+
+
+def _stored(
+    cache: PagedCache | None, view: CacheView | None, table: jax.Array, positions: jax.Array
+) -> PagedCache | None:
+    if cache is None:
+        return None
+    if isinstance(view, PagedView):
+        return view.cache
+    assert isinstance(view, Window)
+    return cache.write(view.take(positions), table, positions)
+
+
+class Programs(ProgramSet):
+    """The programs that every request runs through."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._prefill = self.jit(self._prefill_program, static=("first",))
+        self._start = self.jit(self._start_program)
+        self._copy = self.jit(self._copy_program)
+        self._rounds = self.jit(self._rounds_program, static=("k",))
+
+    def n_compiled(self) -> int:
+        return sum(n_compiled(p) for p in (self._prefill, self._start, self._copy, self._rounds))
+
+    @property
+    def draft_counts(self) -> tuple[int, ...]:
+        """The k that rounds are compiled for: 0, 1, 3, 7 and so on, and the most; for a tree 0 and its depth."""
+        if self.shape is not None or self.most_drafts == 0:
+            return (0, self.most_drafts) if self.most_drafts else (0,)
+        powers = [2**i - 1 for i in range(self.most_drafts.bit_length() + 1)]
+        return (*(k for k in powers if k < self.most_drafts), self.most_drafts)
+
+    def most_rounds(self, k: int) -> int:
+        """Rounds of one program: as many as make `burst` tokens if all drafts pass, one at least."""
+        return max(1, self.config.burst // (k + 1))
+
+    def reach(self, k: int, n_rounds: int) -> int:
+        """Rows from a request's length on that `n_rounds` may write."""
+        if k and self.shape is not None:
+            return (n_rounds - 1) * (k + 1) + self.shape.room
+        return n_rounds * (k + 1)
+
+    def prefill_shapes(self) -> list[tuple[int, int]]:
+        """(chunk length, window) of all prefill programs; window 0: a prompt's first chunk."""
+        c = self.config
+        first = [(n, 0) for n in c.chunk_lengths]
+        later = [(n, w) for n in c.chunk_lengths for w in self.windows if self._is_used(n, w)]
+        return [*first, *later]
+
+    def _is_used(self, length: int, window: int) -> bool:
+        """Whether a later chunk can have these sizes: it takes the smallest of each that hold it."""
+        c = self.config
+        shorter = [n for n in c.chunk_lengths if n < length]
+        least = (shorter[-1] if shorter else 0) + 2  # tokens in it, after one row that is there already
+        return least <= window and (c.prefix_cache or c.context_length > c.chunk_size)
+
+    def prefill(self, state: DeviceState, request: Request, start: int, stop: int, pages: Sequence[int]) -> DeviceState:
+        """Compute rows start ... stop - 1 of a request, in both caches; there is a token behind them."""
+        length = bucket(stop - start, self.config.chunk_lengths)
+        window = 0 if start == 0 else bucket(stop, self.windows)
+        return self.run_prefill(state, request.tokens(start, stop + 1), pages, start, length, window)
+
+    def run_prefill(
+        self, state: DeviceState, ids: Sequence[int], pages: Sequence[int], start: int, length: int, window: int
+    ) -> DeviceState:
+        row = np.zeros((1, length + 1), np.int32)
+        row[0, : len(ids)] = ids
+        size = self.config.page_size
+        table = self.table([pages], 1, window or -(-length // size) * size)
+        at, n_valid = np.asarray([start], np.int32), np.int32(max(len(ids) - 1, 0))
+        return self.call(self._prefill, state, row, at, n_valid, table, first=window == 0)
+
+    def start(self, state: DeviceState, request: Request) -> DeviceState:
+        """A request begins to decode at its place."""
+        return self.call(self._start, state, np.int32(request.place), Start.of(request))
+
+    def start_blank(self, state: DeviceState, place: int, start: Start) -> DeviceState:
+        """`start` of no request, for warm-up."""
+        return self.call(self._start, state, np.int32(place), start)
+
+    def copy(self, state: DeviceState, source: int, target: int) -> DeviceState:
+        """Copy a page in both caches."""
+        return self.call(self._copy, state, np.int32(source), np.int32(target))
+
+    def rounds(self, state: DeviceState, batch: Batch, n_rounds: int, k: int) -> tuple[DeviceState, Record]:
+        """Rounds of k drafts (the tree, if there is one and k is not 0)."""
+        return self.call(self._rounds, state, *batch, np.int32(n_rounds), k=k)
 
     def _prefill_program(
         self,
         leaves: list[jax.Array],
-        cache: PagedCache,
-        ids: jax.Array,  # int32 [1, T]
+        state: DeviceState,
+        ids: jax.Array,  # int32 [1, T + 1]
         start: jax.Array,  # int32 [1]
-        n_valid: jax.Array,  # int32, ids before the padding
-        context_table: jax.Array | None,  # int32 [1, n]
+        n_valid: jax.Array,  # int32, rows before the padding
         table: jax.Array,  # int32 [1, n]
-        rows: SamplingRows,
-    ) -> tuple[PagedCache, jax.Array]:
-        model = self._model(leaves)
-        context = None if context_table is None else PagedView(cache, context_table)
-        hidden, latents = model.prefill(ids, start, context, experts=self._experts)
-        offsets = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+        *,
+        first: bool,
+    ) -> DeviceState:
+        target, drafter = self.models(leaves)
+        chunk, following = ids[:, :-1], ids[:, 1:]
+        taps = () if drafter is None else drafter.wiring.taps
+        context = None if first else PagedView(state.cache, table)
+        hidden, latents = target.prefill(chunk, start, context, taps=taps, experts=self.experts)
+        offsets = jnp.arange(chunk.shape[1], dtype=jnp.int32)[None]
         positions = jnp.where(offsets < n_valid, start[:, None] + offsets, -1)
-        last = jax.lax.dynamic_slice_in_dim(hidden.last, n_valid - 1, 1, axis=1)
-        token = sample(model.logits(last)[:, 0], rows, start + n_valid, self._n_tokens)
-        return cache.write(latents, table, positions), token
+        state = replace(state, cache=state.cache.write(latents, table, positions))
+        if drafter is None or state.draft is None:
+            return state
+        view = PagedView(state.draft, table)
+        # Rows of padding land behind the prompt, where the rounds write theirs before they look.
+        _, view = drafter.decode(following, drafter.fuse(hidden.taps), start, view)
+        return replace(state, draft=view.cache)
 
-    def _decode_program(
+    def _start_program(self, leaves: list[jax.Array], state: DeviceState, place: jax.Array, start: Start) -> Any:
+        return replace(state, slots=put_start(state.slots, place, start))
+
+    def _copy_program(self, leaves: list[jax.Array], state: DeviceState, source: jax.Array, to: jax.Array) -> Any:
+        def copied(cache: PagedCache | None) -> PagedCache | None:
+            return jax.tree.map(lambda x: x.at[to].set(x[source]), cache)
+
+        return replace(state, cache=copied(state.cache), draft=copied(state.draft))
+
+    def _rounds_program(
         self,
         leaves: list[jax.Array],
-        cache: PagedCache,
-        tokens: jax.Array,  # int32 [B], at position `lengths`
-        lengths: jax.Array,  # int32 [B], tokens cached
+        state: DeviceState,
+        places: jax.Array,  # int32 [B]
         table: jax.Array,  # int32 [B, n]
-        rows: SamplingRows,
-        n_steps: jax.Array,  # int32
-    ) -> tuple[PagedCache, jax.Array]:
-        model, burst = self._model(leaves), self.config.burst
+        n_rounds: jax.Array,  # int32
+        *,
+        k: int,
+    ) -> tuple[DeviceState, Record]:
+        target, drafter = self.models(leaves)
+        slots = take_rows(state.slots, places)
+        rows = row_state(slots, *self.views(state, table))
+        most = self.most_rounds(k)
+        if k == 0:
+            chain = None if drafter is None else DraftChain(drafter, self.n_tokens)
+            options: dict[str, Any] = {"n_tokens": self.n_tokens, "experts": self.experts}
+            record, rows = plain_rounds(
+                target, chain, rows, slots.rows, slots.left, slots.ends, most=most, n_rounds=n_rounds, **options
+            )
+        else:
+            assert drafter is not None
+            n_guesses = k if self.shape is None else self.shape.budget
+            sizes = {"width": k + 1, "n_guesses": n_guesses, "room": most * (k + 1), "most": most}
+            step = self._step(target, drafter, slots, k)
+            record, rows = decode_rounds(step, rows, slots.left, slots.ends, n_rounds=n_rounds, **sizes)
+        cache, draft = self.stored(state, slots, rows, table, most * (k + 1))
+        after = put_rows(state.slots, places, after_rounds(slots, rows, record.produced, record.ended))
+        return DeviceState(cache, draft, after, state.history), record
 
-        def step(i: jax.Array, carry: tuple[jax.Array, Any, jax.Array]) -> tuple[jax.Array, Any, jax.Array]:
-            tokens, cached, drawn = carry
-            hidden, cached = model.decode(tokens[:, None], lengths + i, cached, experts=self._experts)
-            tokens = sample(model.logits(hidden.last)[:, 0], rows, lengths + i + 1, self._n_tokens)
-            return tokens, cached, jax.lax.dynamic_update_slice(drawn, tokens[:, None], (0, i))
+    def _step(self, target: Target, drafter: Drafter, slots: Slots, k: int) -> Any:
+        options: dict[str, Any] = {"n_tokens": self.n_tokens, "experts": self.experts}
+        if self.shape is not None:
+            tree = DraftTree(drafter, self.n_tokens, self.shape)
 
-        view = cache.read(table) if self._dense else PagedView(cache, table)
-        drawn = jnp.zeros((tokens.shape[0], burst), jnp.int32)
-        _, view, drawn = jax.lax.fori_loop(0, n_steps, step, (tokens, view, drawn))
-        if isinstance(view, PagedView):
-            return view.cache, drawn
-        assert isinstance(view, Window)
-        offsets = jnp.arange(burst, dtype=jnp.int32)[None]
-        positions = jnp.where(offsets < n_steps, lengths[:, None] + offsets, -1)
-        return cache.write(view.take(positions), table, positions), drawn
+            def branch(rows: RowState[Any, Any], budget: jax.Array) -> tuple[Round, RowState[Any, Any]]:
+                return tree_round(target, tree, rows, slots.rows, budget, slots.ends, **options)
+
+            return branch
+        chain = DraftChain(drafter, self.n_tokens)
+        simulated = None if self.simulated is None else jnp.asarray(self.simulated[:k])
+        options |= {"k": k, "rule": self.rule, "simulated": simulated}
+
+        def step(rows: RowState[Any, Any], budget: jax.Array) -> tuple[Round, RowState[Any, Any]]:
+            return speculative_round(target, chain, rows, slots.rows, budget, slots.ends, **options)
+
+        return step
 
 
-def _n_compiled(program: Any) -> int:
+def n_compiled(program: Any) -> int:
     """Entries in the cache of a jitted function."""
     return program._cache_size()
-
-
-def _rows(requests: Sequence[Request], size: int) -> SamplingRows:
-    """Sampling settings, padded with greedy rows."""
-    pad = size - len(requests)
-    s = [r.sampling for r in requests]
-    return SamplingRows.of(
-        [x.temperature for x in s] + [0.0] * pad,
-        [x.top_k for x in s] + [0] * pad,
-        [x.top_p for x in s] + [1.0] * pad,
-        [x.min_p for x in s] + [0.0] * pad,
-        [r.seed for r in requests] + [0] * pad,
-    )

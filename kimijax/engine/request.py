@@ -142,6 +142,7 @@ class Request:
     in_flight: int = 0  # tokens that steps under way may add to these at most
     lease: Lease | None = None  # pages, while it runs
     place: int = -1  # of its state on the device, while it runs
+    arrival: int = 0  # its number among the requests that came
     finish_reason: FinishReason | None = None
     cached_at_start: int = 0  # tokens that were not computed again when it was first admitted
     accepted: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # k -> rounds by accepted drafts
@@ -160,6 +161,11 @@ class Request:
     def acceptance(self) -> Acceptance:
         """Exact counts of its rounds with drafts."""
         return sum((Acceptance.of_counts(counts) for counts in self.accepted.values()), Acceptance())
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it takes the most probable token each time."""
+        return self.sampling.temperature == 0 or self.sampling.top_k == 1
 
     @property
     def needs_rules(self) -> bool:

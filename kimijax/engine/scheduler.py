@@ -1,12 +1,18 @@
-"""Who runs next: admission, chunked prefill, decoding, preemption. Holds requests and pages, no arrays."""
+"""Who runs next: admission, chunked prefill, decoding, preemption. Holds requests and pages, no arrays.
 
-from collections import deque
+What a step that is under way does to a request is not known when the next one is planned: `Request.cached` is what is
+known, `Request.in_flight` how many tokens may have come on top.
+"""
+
+import bisect
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..errors import RequestError
 from .config import EngineConfig
 from .pages import PagePool
+from .prefix import PageCopy, PrefixCache
 from .request import Phase, Request
 
 
@@ -16,34 +22,45 @@ class QueueFullError(RequestError):
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """Compute tokens start ... stop-1 of a request; `last` when the next token is then drawn."""
+    """Compute rows start ... stop - 1 of a request, after the copy; `last`: then it decodes. There may be no rows."""
 
     request: Request
     start: int
     stop: int
+    pages: tuple[int, ...]  # the request's when this was planned: it may change over to others' while this is under way
+    copy: PageCopy | None
 
     @property
     def last(self) -> bool:
-        return self.stop == self.request.n_tokens
+        return self.stop == self.request.n_tokens - 1
 
 
-@dataclass(frozen=True)
-class DecodePlan:
-    """Draw up to `n_steps` tokens for each request."""
-
-    requests: tuple[Request, ...]
-    n_steps: int
+def _order(request: Request) -> tuple[int, int]:
+    """Who comes first, and gives way last."""
+    return request.sampling.priority, request.arrival
 
 
 class Scheduler:
-    """First come, first served. A request holds pages for all its computed tokens; when pages run out, the request
-    that came last gives its pages back and is computed again later, its output kept."""
+    """First come, first served, among requests of one priority. A request holds pages for all its computed tokens; when
+    pages run out, the request that comes last gives its pages back and is computed again later, its output kept: what
+    of its pages nobody needed meanwhile is found in the prefix cache."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.config = config
-        self.pool = PagePool(config.total_pages)
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # in order of arrival
+    def __init__(self, config: EngineConfig, n_pages: int, *, drafter: bool, reach: int = 1, room: int = 1) -> None:
+        """Args:
+        config: sizes.
+        n_pages: of the pool.
+        drafter: whether pages hold a drafter's rows, too.
+        reach: rows from its length on that a request's first step may write: it is admitted with pages for them.
+        room: rows from a request's last token on that its last round may write.
+        """
+        self.config, self._reach, self._room = config, reach, room
+        self.prefix = PrefixCache(PagePool(n_pages), config.page_size, drafter=drafter)
+        self.waiting: list[Request] = []  # in their order
+        self.running: list[Request] = []  # in their order
+        self.n_preempted = 0
+        self._by_id: dict[str, Request] = {}
+        self._places = list(range(config.max_batch - 1, -1, -1))  # free ones, popped from the end
+        self._arrivals = itertools.count()
 
     @property
     def has_work(self) -> bool:
@@ -56,91 +73,155 @@ class Scheduler:
         when pages are short the batch never fills up.
         """
         limit = self.config.max_batch + self.config.max_queued
-        if len(self.running) + len(self.waiting) >= limit:
+        if len(self._by_id) >= limit:
             raise QueueFullError("queue", f"{limit} requests are running or waiting, the limit; try again later")
-        self.waiting.append(request)
+        if request.id in self._by_id:
+            raise RuntimeError(f"a request with id {request.id!r} is here already")
+        request.arrival = next(self._arrivals)
+        self._by_id[request.id] = request
+        bisect.insort(self.waiting, request, key=_order)
 
     def find(self, request_id: str) -> Request | None:
-        return next((r for r in (*self.running, *self.waiting) if r.id == request_id), None)
+        return self._by_id.get(request_id)
 
     def finish(self, request: Request) -> None:
         """Remove a request and free its pages, whatever it was doing."""
-        if request in self.running:
-            self.running.remove(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
+        if self._by_id.pop(request.id, None) is None:
+            return
+        (self.running if request.place >= 0 else self.waiting).remove(request)
         self._release(request)
         request.phase = Phase.FINISHED
 
-    def plan_prefill(self) -> PrefillPlan | None:
-        """The next chunk of prompt, admitting a waiting request if none is half way."""
-        request = next((r for r in self.running if r.phase is Phase.PREFILL), None) or self._admit()
-        if request is None:
-            return None
-        return PrefillPlan(request, request.cached, min(request.cached + self.config.chunk_size, request.n_tokens))
+    def plan_prefill(self) -> list[PrefillPlan]:
+        """Chunks of prompts, up to `chunk_size` tokens in all; waiting requests are admitted for what is left of that.
 
-    def plan_decode(self) -> DecodePlan | None:
-        """All requests that decode, with pages for every token of the burst."""
-        pending = self._can_admit() or any(r.phase is Phase.PREFILL for r in self.running)
-        n_steps = 1 if pending else self.config.burst  # a waiting prompt is not kept waiting by a whole burst
-        for request in [r for r in self.running if r.phase is Phase.DECODE]:
-            while request.phase is Phase.DECODE and not self._grow(request, self._reach(request, n_steps)):
-                self._preempt(self.running[-1])
-        ready = tuple(r for r in self.running if r.phase is Phase.DECODE)
-        return DecodePlan(ready, n_steps) if ready else None
+        A request that is planned for counts as computed: its plan must be carried out before the next is made.
+        """
+        plans: list[PrefillPlan] = []
+        budget = self.config.chunk_size
+        unfinished = iter([r for r in self.running if r.phase is Phase.PREFILL])
+        while budget > 0:
+            request = next(unfinished, None) or self._admit()
+            if request is None:
+                break
+            start = request.cached
+            stop = min(start + budget, request.n_tokens - 1)
+            lease = request.lease
+            assert lease is not None
+            # The state behind the plan, although it is not carried out: programs run in the order of their plans.
+            plans.append(PrefillPlan(request, start, stop, tuple(lease.pages), self.prefix.copy(lease)))
+            self.prefix.copied(lease)
+            request.cached = stop
+            if self.config.prefix_cache:
+                self.prefix.insert(lease, request, stop)
+            # A prompt that needs no computing costs a program, too.
+            budget -= max(stop - start, 1)
+            if plans[-1].last:
+                request.phase = Phase.DECODE
+        return plans
 
-    def _reach(self, request: Request, n_steps: int) -> int:
-        """Tokens cached after a burst; never more than the context, whose last token is not computed."""
-        return min(request.cached + n_steps, self.config.context_length)
+    def ready(self) -> list[Request]:
+        """Requests that decode and may have tokens left to draw when the steps under way are done."""
+        return [r for r in self.running if r.phase is Phase.DECODE and len(r.output) + r.in_flight < r.limit]
 
-    def _can_admit(self) -> bool:
-        """Whether the first waiting request finds a place, and pages for all its tokens."""
-        if not self.waiting or len(self.running) >= self.config.max_batch:
-            return False
-        return self._pages_for(self.waiting[0].n_tokens) <= self.pool.n_free
+    @property
+    def wants_prefill(self) -> bool:
+        """Whether a prompt waits that could be computed now: it is not kept waiting by a long step."""
+        return any(r.phase is Phase.PREFILL for r in self.running) or self._can_admit()
 
-    def _admit(self) -> Request | None:
-        """Start the first waiting request. It gets the pages of its whole prompt: half a prompt is work for nothing."""
-        if not self._can_admit():
-            return None
-        request = self.waiting.popleft()
-        self._grow(request, request.n_tokens)
-        request.phase = Phase.PREFILL
-        self.running.append(request)
-        return request
+    def grow(self, requests: Iterable[Request], reach: int) -> list[Request]:
+        """Pages for `reach` rows more of each, as far as it can come. Returns those that found none."""
+        short: list[Request] = []
+        size = self.config.page_size
+        for r in requests:
+            lease = r.lease
+            assert lease is not None
+            rows = min(r.cached + r.in_flight + reach, self._most_rows(r))
+            # Asked in nearly every step, and nearly always there.
+            if rows > len(lease.pages) * size and not self.prefix.grow(lease, rows):
+                short.append(r)
+        return short
 
-    def _pages_for(self, n_tokens: int) -> int:
-        return -(-n_tokens // self.config.page_size)
-
-    def _grow(self, request: Request, n_tokens: int) -> bool:
-        """Give a request pages for n_tokens; False when there are too few."""
-        missing = self._pages_for(n_tokens) - len(request.pages)
-        if missing <= 0:
-            return True
-        pages = self.pool.take(missing)
-        if pages is None:
-            return False
-        request.pages.extend(pages)
-        return True
-
-    def _preempt(self, request: Request) -> None:
+    def preempt(self) -> Request:
+        """Take its pages from the request that comes last; there must be nothing under way."""
+        request = self.running[-1]
+        if request.in_flight:
+            raise RuntimeError(f"request {request.id} is preempted with {request.in_flight} tokens under way")
         self.running.remove(request)
         self._release(request)
         request.phase = Phase.WAITING
-        self.waiting.appendleft(request)
+        bisect.insort(self.waiting, request, key=_order)
+        self.n_preempted += 1
+        return request
+
+    def commit(self, request: Request, n_in_flight: int) -> None:
+        """A step is read: all but the last of its tokens are cached; others may find its full pages."""
+        request.in_flight -= n_in_flight
+        request.cached = request.n_tokens - 1
+        lease = request.lease
+        if lease is not None and self.config.prefix_cache:
+            self.prefix.insert(lease, request, request.cached)
+
+    def _can_admit(self) -> bool:
+        """Whether the first waiting request finds a place, and about enough pages for all its tokens."""
+        if not self.waiting or not self._places:
+            return False
+        return -(-self._first_rows(self.waiting[0]) // self.config.page_size) <= self.prefix.n_available
+
+    def _admit(self) -> Request | None:
+        """Start the first waiting request. It gets the pages of its whole prompt: half a prompt is work for nothing."""
+        if not self.waiting or not self._places:
+            return None
+        request = self.waiting[0]
+        lease = self.prefix.admit(request, self._first_rows(request))
+        if lease is None:
+            return None
+        del self.waiting[0]
+        if not request.output:
+            request.cached_at_start = lease.start
+        request.lease, request.cached, request.in_flight = lease, lease.start, 0
+        request.place = self._places.pop()
+        request.phase = Phase.PREFILL
+        bisect.insort(self.running, request, key=_order)
+        return request
+
+    def _first_rows(self, request: Request) -> int:
+        """Rows that it is admitted with: those of a first step too, or it would have to give way at once."""
+        return min(request.n_tokens - 1 + self._reach, self._most_rows(request))
+
+    def _most_rows(self, request: Request) -> int:
+        """Rows that it can ever write."""
+        return len(request.prompt) + request.limit - 1 + self._room
 
     def _release(self, request: Request) -> None:
-        self.pool.give_back(request.pages)
-        request.pages = []
-        request.cached = 0
+        if request.lease is not None:
+            self.prefix.release(request.lease)
+            request.lease = None
+        if request.place >= 0:
+            self._places.append(request.place)
+            request.place = -1
+        request.cached = request.in_flight = 0
+
+    def outranked(self) -> bool:
+        """Whether a request waits, for a place or for pages, that comes before one that runs."""
+        if not self.waiting or not self.running or self._can_admit():
+            return False
+        return self.waiting[0].sampling.priority < self.running[-1].sampling.priority
 
     def check_integrity(self) -> None:
         """Raises RuntimeError on a leaked, shared or foreign page, or a request in two places."""
-        self.pool.check_integrity([r.pages for r in self.running])
-        held = [r.id for r in self.waiting if r.pages]
+        leases = [r.lease for r in self.running if r.lease is not None]
+        if len(leases) != len(self.running):
+            raise RuntimeError("a running request holds no pages")
+        self.prefix.check_integrity(leases)
+        held = [r.id for r in self.waiting if r.lease is not None or r.place >= 0]
         if held:
-            raise RuntimeError(f"waiting requests hold pages: {held}")
-        everyone: Iterable[Request] = (*self.running, *self.waiting)
-        ids = [r.id for r in everyone]
-        if len(ids) != len(set(ids)):
-            raise RuntimeError("a request is queued twice")
+            raise RuntimeError(f"waiting requests hold pages or places: {held}")
+        ids = [r.id for r in (*self.running, *self.waiting)]
+        if sorted(ids) != sorted(self._by_id):
+            raise RuntimeError("the queues do not hold each request once")
+        if sorted([*self._places, *(r.place for r in self.running)]) != list(range(self.config.max_batch)):
+            raise RuntimeError("free and taken places are not all places, each once")
+        for queue in (self.waiting, self.running):
+            if queue != sorted(queue, key=_order):
+                raise RuntimeError("a queue is out of order")
