@@ -48,6 +48,15 @@ class Acceptance:
             self.rounds + other.rounds, _sums(self.drafted, other.drafted), _sums(self.accepted, other.accepted)
         )
 
+    def __sub__(self, before: "Acceptance") -> "Acceptance":
+        """What was counted since these counters stood at `before`."""
+        padded = [(*x, *(0,) * (len(self.drafted) - len(x))) for x in (before.drafted, before.accepted)]
+        drafted, accepted = (
+            tuple(a - b for a, b in zip(now, then, strict=True))
+            for now, then in zip((self.drafted, self.accepted), padded, strict=True)
+        )
+        return Acceptance(self.rounds - before.rounds, drafted, accepted)
+
     @property
     def length(self) -> float:
         """Mean tokens a round, the target's own included; not a number without rounds."""

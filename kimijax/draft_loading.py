@@ -133,10 +133,10 @@ def read_draft(
     declared = check_draft(directory, resolved.wiring, target, dtype=dtype)
     path = directory / PROBE_FILE
     probe = Probe.from_json(read_json(path), str(path)) if path.is_file() else None
-    return DraftFiles(resolved, declared, probe, _recommended_steps(directory, probe))
+    return DraftFiles(resolved, declared, probe, recommended_steps(directory, probe))
 
 
-def _recommended_steps(directory: Path, probe: Probe | None) -> int | None:
+def recommended_steps(directory: Path, probe: Probe | None) -> int | None:
     """Of the probe's measurement, else what speculators' form says."""
     if probe is not None and probe.acceptance is not None:
         return probe.acceptance.draft_tokens
@@ -272,15 +272,10 @@ class AcceptanceWatch:
         Args:
           total: exact counters of all rounds since the start.
         """
-        if self._probe is None or not total.drafted:
-            return ""
-        drafted, accepted = (
-            now[0] - (before[0] if before else 0)
-            for now, before in ((total.drafted, self._seen.drafted), (total.accepted, self._seen.accepted))
-        )
-        if drafted < WATCHED_ROUNDS:
+        lately = total - self._seen
+        if self._probe is None or not lately.drafted or lately.drafted[0] < WATCHED_ROUNDS:
             return ""
         self._seen = total
-        warning = served_acceptance_warning(self._probe, accepted / drafted)
+        warning = served_acceptance_warning(self._probe, lately.by_position[0])
         told, self._is_low = self._is_low, bool(warning)
         return "" if told else warning

@@ -406,7 +406,9 @@ def load(
         engine=Engine(
             model,
             engine,
-            **_speculation(loaded),
+            drafter=None if loaded is None else loaded.drafter,
+            speculation=speculation,
+            recorded=() if loaded is None else loaded.recorded,
             n_tokens=None if tokenizer is None else tokenizer.vocab_size,
             stop_ids=tuple(stop_ids),
             mesh=placement.mesh,
@@ -417,10 +419,3 @@ def load(
         mesh=placement.mesh,
         draft=loaded,
     )
-
-
-def _speculation(loaded: LoadedDraft | None) -> dict[str, Any]:
-    """The engine's arguments that a draft adds."""
-    if loaded is None:
-        return {}
-    return {"drafter": loaded.drafter, "speculation": loaded.options, "recorded": loaded.recorded}

@@ -121,6 +121,7 @@ def plan_memory(
     directory: str | Path,
     engine: EngineConfig,
     drafter: Drafter | None,
+    options: SpeculativeOptions | None,
     placement: Placement,
     devices: int,
     *,
@@ -133,6 +134,7 @@ def plan_memory(
       directory: the target's checkpoint, or a config alone.
       engine: sizes.
       drafter: declared; None: none.
+      options: how it is used.
       placement: dtype, and whether INT4 is unpacked.
       devices: tensor-parallel.
       here: whether it is this machine that will serve.
@@ -156,13 +158,14 @@ def plan_memory(
         items.append(("drafter", own.sharded + own.replicated if on_host else own.on_each(devices)))
         per_token += drafter.config.cache_width * itemsize
     fixed = sum(size for _, size in items)
-    tokens = engine.total_pages * engine.page_size
+    room = 0 if options is None else options.room
+    tokens = engine.pages(room) * engine.page_size
     items.append(("cache of the target", tokens * weights.cache_bytes_per_token))
     if drafter is not None:
         items.append(("cache of the drafter", tokens * drafter.config.cache_width * itemsize))
     copies = int(engine.decode_view == "dense" or (engine.decode_view == "auto" and on_host))
     if copies:
-        items.append(("copy of it for decoding", engine.max_batch * engine.context_length * per_token))
+        items.append(("copy of it for decoding", engine.max_batch * engine.windows(room)[-1] * per_token))
     available = free(jax.local_devices()[0]) if here else None
     plan = MemoryPlan(
         devices, tuple(items), available, fixed, per_token, tokens, copies, engine, has_draft=drafter is not None

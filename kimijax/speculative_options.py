@@ -76,6 +76,12 @@ class SpeculativeOptions:
         return None if self.is_chain else TreeShape(self.num_steps, self.eagle_topk, self.draft_tokens)
 
     @property
+    def room(self) -> int:
+        """Rows from a request's length on that a round may write in a cache."""
+        tree = self.tree
+        return self.draft_tokens + 1 if tree is None else tree.room
+
+    @property
     def is_simulated(self) -> bool:
         return self.simulate_acc_len is not None
 

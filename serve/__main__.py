@@ -61,7 +61,7 @@ class Loader(threading.Thread):
         return (
             f"kimijax {kimijax.__version__}, jax {jax.__version__}, {llm!r} as {service.name!r}: "
             f"context {engine.context_length}, {engine.max_batch} requests at once, "
-            f"{engine.total_pages} pages of {engine.page_size} tokens\n"
+            f"{llm.engine.stats().total_pages} pages of {engine.page_size} tokens\n"
             f"{self._speculation(llm)}\n"
             f"Ready. Try:\n\n  {example(self._config, self._port, service)}\n"
         )

@@ -51,7 +51,9 @@ def check(config: ServerConfig) -> str:
     if here and has_weights:
         check_weights(config, found)
     try:
-        memory, weights = plan_memory(found.directory, found.engine, found.drafter, placement, config.tp, here=here)
+        memory, weights = plan_memory(
+            found.directory, found.engine, found.drafter, found.speculation, placement, config.tp, here=here
+        )
     except ConfigError as error:
         if error.field != "devices":
             raise
@@ -110,11 +112,11 @@ def _settings(config: ServerConfig, found: Resolved) -> list[str]:
 
 def _filled(name: str, found: Resolved) -> tuple[Any, str]:
     """What stands for a setting that was not set, and why."""
-    engine = found.engine
+    engine, room = found.engine, 0 if found.speculation is None else found.speculation.room
     limits = [found.target.max_positions] + ([] if found.draft is None else [found.draft.config.max_positions])
     values: dict[str, tuple[Any, str]] = {
         "context_length": (engine.context_length, f"default, of at most {min(limits):,} positions"),
-        "max_total_tokens": (engine.total_pages * engine.page_size, "a full context for every running request"),
+        "max_total_tokens": (engine.pages(room) * engine.page_size, "a full context for every running request"),
         "latent_norm_eps": (found.target.latent_norm_eps, "the model's"),
         "served_model_name": (model_name(found.directory), "the model's"),
         "dtype": (found.placement.dtype, "auto"),

@@ -43,7 +43,7 @@ def _truth(text: str) -> bool:
 
 def _flag(help: str, *aliases: str, kind: Any = str, choices: Any = None) -> dict[str, Any]:
     """Metadata of a field that is a flag: the field's name with dashes. `choices`: a Literal type, or names."""
-    names = choices if isinstance(choices, tuple) else get_args(choices) or None
+    names: Sequence[str] | None = choices if isinstance(choices, list) else get_args(choices) or None
     return {"help": help, "aliases": aliases, "type": kind, "choices": names}
 
 
@@ -124,7 +124,7 @@ class ServerConfig:
     layer_id_convention: str | None = field(
         default=None,
         metadata=_flag(
-            "whose layer ids another producer's draft has, where its files do not tell", choices=tuple(CONVENTIONS)
+            "whose layer ids another producer's draft has, where its files do not tell", choices=list(CONVENTIONS)
         ),
     )
     speculative_num_steps: int | None = field(
@@ -173,6 +173,9 @@ class ServerConfig:
         metadata=_flag("JSON object of template variables for requests that set none", kind=_json_object),
     )
     log_level: LogLevel = field(default="info", metadata=_flag("what is logged", choices=LogLevel))
+    decode_log_interval: int = field(
+        default=40, metadata=_flag("steps between two lines of load, speed and acceptance; 0 logs none", kind=int)
+    )
     shutdown_timeout: float = field(
         default=30.0,
         metadata=_flag("seconds that requests have to finish after SIGTERM before they are cut", kind=float),
@@ -202,7 +205,7 @@ class ServerConfig:
             value = vars(self)[name]
             if value is not None and not value > 0:
                 raise ConfigError(flag_name(name), value, "a number above 0")
-        for name in ("max_queued_requests", "shutdown_timeout"):
+        for name in ("max_queued_requests", "shutdown_timeout", "decode_log_interval"):
             if not vars(self)[name] >= 0:
                 raise ConfigError(flag_name(name), vars(self)[name], "0 or more")
         if self.latent_norm_eps is not None and not 0 < self.latent_norm_eps < math.inf:
@@ -280,6 +283,11 @@ class _Refused(argparse.Action):
         )
 
 
+def _options(kind: Any) -> dict[str, Any]:
+    """Arguments of `add_argument` that a switch has: its value may be left out."""
+    return {"nargs": "?", "const": True} if kind is _truth else {}
+
+
 def parse_args(arguments: Sequence[str] | None = None) -> ServerConfig:
     """The configuration of a command line (default: this process's). Exits with code 2 and one line if it is wrong."""
     parser = _Parser(
@@ -302,7 +310,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> ServerConfig:
             default=argparse.SUPPRESS,
             metavar=None if m["choices"] else m["type"].__name__.strip("_").upper(),
             help=text.replace("%", "%%"),
-            **({"nargs": "?", "const": True} if m["type"] is _truth else {}),
+            **_options(m["type"]),
         )
     parser.add_argument("--gpu-memory-utilization", action=_Refused, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     found = vars(parser.parse_args(arguments))

@@ -31,6 +31,7 @@ from kimijax.wiring import WiringError
 
 from .config import DEFAULT_COMPILATION_CACHE, ServerConfig
 from .service import Service
+from .status_log import StatusLog
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ def resolve(config: ServerConfig, placement: Placement) -> Resolved:
     engine = config.engine_config(target.max_positions, None if draft is None else draft.config.max_positions)
     if options is not None:
         check_options(draft, options, engine.context_length)
+        engine.pages(options.room)  # refuses too few
     return Resolved(directory, target, tokenizer, chat, placement, engine, draft, options)
 
 
@@ -173,7 +175,7 @@ def check_weights(config: ServerConfig, found: Resolved) -> None:
         if not error.field.startswith("mesh axis"):
             raise
         raise ConfigError("--tp", config.tp, "a number that divides the model and its draft", str(error)) from error
-    plan, _ = plan_memory(found.directory, found.engine, found.drafter, where, config.tp)
+    plan, _ = plan_memory(found.directory, found.engine, found.drafter, found.speculation, where, config.tp)
     plan.check()
 
 
@@ -234,7 +236,7 @@ def load_service(config: ServerConfig, found: Resolved) -> tuple[Service, LLM]:
     service = Service(
         name=config.served_model_name or llm.name,
         engine=llm.engine,
-        runner=EngineRunner(llm.engine).start(),
+        runner=EngineRunner(llm.engine, StatusLog(config.decode_log_interval, llm.draft)).start(),
         tokenizer=llm.tokenizer,
         chat=llm.chat,
         default_sampling=llm.default_sampling,

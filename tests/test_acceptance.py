@@ -81,3 +81,10 @@ def test_simulated_length() -> None:
     # Shares that a run's rounds really had give that run's length back.
     run = Acceptance.of([3, 0, 1, 1, 2, 3, 3], k=3)
     assert simulated_length(run.conditional, bonus=True) == pytest.approx(run.length)
+
+
+def test_what_came_since() -> None:
+    before, after = Acceptance.of([0, 2, 1], 2), Acceptance.of([3, 0], 3)
+    assert (before + after) - before == after
+    assert (after + before) - after == Acceptance(3, (3, 3, 0), (2, 1, 0))
+    assert before - Acceptance() == before

@@ -1,4 +1,4 @@
-"""From a draft's directory to a drafter in memory, on the embedded model: what is refused, filled, replayed, watched."""
+"""From a draft's directory to a drafter in memory, on the embedded model: what is refused, filled, replayed."""
 
 import dataclasses
 import json
@@ -25,6 +25,7 @@ from kimijax.draft_loading import (
     declare_stand_in,
     load_drafter,
     read_draft,
+    recommended_steps,
     resolve_options,
     stand_in,
 )
@@ -78,13 +79,7 @@ def test_its_files_say_how_many_to_draft(tmp_path: Path) -> None:
     data = json.loads((folder / "config.json").read_text())
     methods = [{"proposal_type": "greedy", "speculative_tokens": 5}]
     (folder / "config.json").write_text(json.dumps(data | {"speculators_config": {"proposal_methods": methods}}))
-    assert _steps(folder) == 5
-
-
-def _steps(folder: Path) -> int | None:
-    from kimijax.draft_loading import _recommended_steps  # noqa: PLC0415
-
-    return _recommended_steps(folder, None)
+    assert recommended_steps(folder, None) == 5
 
 
 def test_settings_are_filled_from_the_files() -> None:
@@ -99,11 +94,11 @@ def test_settings_are_filled_from_the_files() -> None:
 def test_settings_that_the_sizes_do_not_allow() -> None:
     files = read("nano")
     check_options(files, CHAIN, 2048)
-    with pytest.raises(ConfigError, match="^context_length: found 2112, expected at most 2048"):
+    with pytest.raises(ConfigError, match=r"^context_length: found 2112, expected at most 2048"):
         check_options(files, CHAIN, 2112)
-    with pytest.raises(ConfigError, match="^speculative_eagle_topk: found 3073, expected at most 3072"):
+    with pytest.raises(ConfigError, match=r"^speculative_eagle_topk: found 3073, expected at most 3072"):
         check_options(files, SpeculativeOptions("EAGLE3", 1, 3073, 4), 2048)
-    with pytest.raises(ConfigError, match="^draft: found None"):
+    with pytest.raises(ConfigError, match=r"^draft: found None"):
         check_options(None, CHAIN, 2048)
     check_options(None, dataclasses.replace(CHAIN, simulate_acc_len=2.0), 10**6)
 

@@ -4,11 +4,9 @@ Right answers are those of the NumPy reference, which recomputes the whole seque
 programs serves every test here but the last: engines with other chunk sizes, bursts and pools are made around it.
 """
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +20,12 @@ from kimijax.config import load_config
 from kimijax.engine.config import EngineConfig
 from kimijax.engine.engine import Engine
 from kimijax.engine.request import Request, Sampling
-from kimijax.engine.scheduler import Scheduler
 from kimijax.errors import RequestError
 from kimijax.model import Target
 from kimijax.sharding import make_mesh
 
 from . import golden, reference
+from .engine_cases import Answer, check, serve, serve_one, variant
 
 FAMILY = golden.FAMILIES["kimi_k2"]
 CONFIG = EngineConfig(max_batch=4, context_length=64, page_size=8, chunk_size=16, burst=4)
@@ -65,52 +63,19 @@ def base(directory: Path) -> Iterator[Engine]:
     reports: list[str] = []
     engine.warm_up(reports.append)
     assert reports == [
-        "compiling 1 of 4: prefill 16 x 0",
-        "compiling 2 of 4: prefill 16 x 64",
-        "compiling 3 of 4: decode 1 x 64",
-        "compiling 4 of 4: decode 4 x 64",
+        "compiling 1 of 9: prefill 16 x 0",
+        "compiling 2 of 9: prefill 16 x 64",
+        "compiling 3 of 9: start",
+        "compiling 4 of 9: copy",
+        "compiling 5 of 9: rules",
+        "compiling 6 of 9: 1 x 64, 0 drafts",
+        "compiling 7 of 9: 1 x 64, 0 drafts, rules",
+        "compiling 8 of 9: 4 x 64, 0 drafts",
+        "compiling 9 of 9: 4 x 64, 0 drafts, rules",
     ]
-    assert engine.n_compiled() == 4
+    assert engine.n_compiled() == 9
     yield engine
-    assert engine.n_compiled() == 4
-
-
-def variant(base: Engine, *, stop_ids: Sequence[int] = (), **sizes: Any) -> Engine:
-    """An engine with its own schedule and cache around `base`'s programs; smaller sizes fit their shapes."""
-    engine = copy.copy(base)
-    engine.stop_ids = frozenset(stop_ids)
-    engine._scheduler = Scheduler(dataclasses.replace(CONFIG, **sizes))
-    engine._cache = engine._programs.new_cache()
-    return engine
-
-
-@dataclass
-class Answer:
-    tokens: list[int]
-    reason: str | None = None
-
-
-def serve(engine: Engine, arrivals: Sequence[tuple[int, Request]]) -> dict[str, Answer]:
-    """Run to the end; each request is added before the step of its number."""
-    answers = {request.id: Answer([]) for _, request in arrivals}
-    for step in range(400):
-        for at, request in arrivals:
-            if at == step:
-                engine.add(request)
-        if step > max(at for at, _ in arrivals) and not engine.has_work:
-            break
-        for output in engine.step():
-            answers[output.request_id].tokens += output.tokens
-            answers[output.request_id].reason = output.finish_reason
-        engine.check_integrity()
-    stats = engine.stats()
-    assert (stats.n_running, stats.n_waiting, stats.free_pages) == (0, 0, stats.total_pages)
-    return answers
-
-
-def serve_one(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Answer:
-    request = engine.make_request(prompt, sampling)
-    return serve(engine, [(0, request)])[request.id]
+    assert engine.n_compiled() == 9
 
 
 SCHEDULES: dict[str, tuple[list[int], dict[str, Any]]] = {
@@ -121,7 +86,7 @@ SCHEDULES: dict[str, tuple[list[int], dict[str, Any]]] = {
     "burst_of_1": ([2, 3, 0, 1, 0], {"burst": 1}),
     "batch_of_2": ([0, 1, 0, 2, 0], {"max_batch": 2}),
     "few_pages": ([0, 0, 0, 0, 0], {"n_pages": 9}),
-    "few_pages_small_chunks": ([1, 2, 0, 0, 3], {"n_pages": 8, "chunk_size": 3, "burst": 3}),
+    "few_pages_small_chunks": ([1, 2, 0, 0, 0], {"n_pages": 9, "chunk_size": 5, "burst": 2}),
 }
 
 
@@ -129,15 +94,22 @@ SCHEDULES: dict[str, tuple[list[int], dict[str, Any]]] = {
 def test_greedy_equals_the_reference(schedule: str, base: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     steps, sizes = SCHEDULES[schedule]
     engine = variant(base, **sizes)
-    preempted: list[Request] = []
-    preempt = engine._scheduler._preempt
-    monkeypatch.setattr(engine._scheduler, "_preempt", lambda r: (preempted.append(r), preempt(r)))
+    outputs: list[int] = []  # of requests that had to give way
+    preempt = engine._scheduler.preempt
+
+    def watched() -> Request:
+        request = preempt()
+        outputs.append(len(request.output))
+        return request
+
+    monkeypatch.setattr(engine._scheduler, "preempt", watched)
     requests = [engine.make_request(p, GREEDY, id=str(i)) for i, p in enumerate(PROMPTS)]
     answers = serve(engine, list(zip(steps, requests, strict=True)))
     for request in requests:
         assert answers[request.id] == Answer(greedy_tokens(request.prompt), "length"), request.id
-    assert bool(preempted) == ("n_pages" in sizes)
-    assert any(r.output for r in preempted) == ("n_pages" in sizes)  # some had to be computed again with their output
+    assert bool(outputs) == ("n_pages" in sizes)
+    assert engine.stats().n_preempted == len(outputs)
+    assert any(outputs) == ("n_pages" in sizes)  # some had to be computed again with their output
 
 
 def test_end_tokens(base: Engine) -> None:
@@ -166,7 +138,7 @@ def test_end_tokens(base: Engine) -> None:
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 5, 6])
 def test_max_tokens(max_tokens: int, base: Engine) -> None:
-    """One token comes from the prefill alone; 5 and 6 end with a burst of 4, and just after it."""
+    """The first program draws one token, the others bursts of 4: 5 and 6 end with a burst, and just after it."""
     sampling = dataclasses.replace(GREEDY, max_tokens=max_tokens)
     answer = serve_one(variant(base), PROMPTS[2], sampling)
     assert answer == Answer(greedy_tokens(tuple(PROMPTS[2]))[:max_tokens], "length")
@@ -233,7 +205,7 @@ def test_bad_sampling_is_refused_by_name(fields: dict[str, Any], base: Engine) -
 
 
 def test_cancelling_frees_pages_at_once(base: Engine) -> None:
-    """Half way through its prompt, while it decodes, while it waits; what is left runs on undisturbed."""
+    """Half way through its prompt, while a step of its is under way, while it waits; what is left runs on."""
     engine = variant(base, max_batch=2, chunk_size=8)
     kept, decoding, prefilling, waiting = (
         engine.make_request(PROMPTS[i], GREEDY, id=name)
@@ -244,13 +216,16 @@ def test_cancelling_frees_pages_at_once(base: Engine) -> None:
 
     def step() -> None:
         for output in engine.step():
-            if output.request_id == "kept":
-                tokens.extend(output.tokens)
+            assert output.request_id == "kept"
+            tokens.extend(output.tokens)
+        check(engine)
 
     engine.add(decoding)
     step()
     assert decoding.pages
+    assert decoding.in_flight
     engine.cancel("decoding")
+    check(engine)
     assert engine.stats().free_pages == total
     assert not engine.has_work
     engine.add(prefilling)
@@ -265,9 +240,32 @@ def test_cancelling_frees_pages_at_once(base: Engine) -> None:
     engine.cancel("never was")
     while engine.has_work:
         step()
-        engine.check_integrity()
     assert tokens == greedy_tokens(tuple(PROMPTS[3]))
     assert engine.stats().free_pages == total
+
+
+def test_a_place_is_taken_over_while_its_last_step_is_under_way(base: Engine) -> None:
+    """The next request gets the place and the pages of one that was cancelled before its tokens were read."""
+    engine = variant(base, max_batch=1, n_pages=8)
+    for i in range(3):
+        long = dataclasses.replace(GREEDY, max_tokens=20)
+        first, second = (engine.make_request(PROMPTS[n], long, id=f"{i}, {n}") for n in (4, 3))
+        engine.add(first)
+        while not first.in_flight:
+            engine.step()
+        for _ in range(i):
+            engine.step()
+        assert first.in_flight
+        place = first.place
+        engine.add(second)
+        engine.cancel(first.id)
+        engine.step()
+        assert second.place == place
+        while engine.has_work:
+            engine.step()
+            check(engine)
+        assert second.output == greedy_tokens(second.prompt, 20)
+        assert first.output == greedy_tokens(first.prompt, 20)[: 4 * i]
 
 
 def test_forty_requests_of_any_mix_compile_nothing(base: Engine) -> None:
@@ -286,16 +284,17 @@ def test_forty_requests_of_any_mix_compile_nothing(base: Engine) -> None:
         assert answers[request.id].reason == "length"
         if request.sampling is GREEDY:
             assert answers[request.id].tokens == greedy_tokens(request.prompt)
-    assert engine.n_compiled() == 4
+    assert engine.n_compiled() == 9
 
 
 def test_pages_of_nobody_stay_as_they_are(base: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding rows of a batch, padding of a chunk and tokens beyond a request's end are written nowhere."""
     engine = variant(base)
-    engine._cache = jax.tree.map(lambda x: x + jnp.float32(7), engine._cache)
+    cache = jax.tree.map(lambda x: x + jnp.float32(7), engine._state.cache)
+    engine._state = dataclasses.replace(engine._state, cache=cache)
     requests = [engine.make_request(IDS[i : i + 17], GREEDY) for i in range(3)]  # 3 rows in a program of 4
     used: set[int] = set()
-    pool = engine._scheduler.pool
+    pool = engine._scheduler.prefix.pool
     take = pool.take
 
     def watched(n: int) -> list[int] | None:
@@ -308,33 +307,48 @@ def test_pages_of_nobody_stay_as_they_are(base: Engine, monkeypatch: pytest.Monk
     untouched = sorted(set(range(CONFIG.total_pages)) - used)
     assert used
     assert CONFIG.total_pages - 1 in untouched  # the last one: what index -1 would mean
-    for pages in engine._cache.layers:
+    for pages in engine._state.cache.layers:
         assert (np.asarray(pages)[untouched] == 7).all()
         assert (np.asarray(pages)[sorted(used)] != 7).any(axis=(1, 2)).all()
     assert [r.output for r in requests] == [greedy_tokens(r.prompt) for r in requests]
 
 
-@pytest.mark.parametrize("failing", ["_prefill", "_decode"])
+@pytest.mark.parametrize("failing", ["_prefill", "_start", "_rounds"])
 def test_recovery_from_a_failed_step(failing: str, base: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program raises after it took the donated cache; the next requests are served as if nothing had been."""
+    """A program raises after it took the donated state; the next requests are served as if nothing had been."""
     engine = variant(base)
     program = getattr(engine._programs, failing)
 
-    def raises_at_the_end(*args: Any) -> None:
-        jax.block_until_ready(program(*args))
+    def raises_at_the_end(*args: Any, **static: Any) -> None:
+        jax.block_until_ready(program(*args, **static))
         raise RuntimeError("injected")
 
-    running = engine.make_request(PROMPTS[1], GREEDY, id="running")
-    engine.add(running)
+    for name, prompt in (("running", PROMPTS[3]), ("another", PROMPTS[1])):
+        engine.add(engine.make_request(prompt, GREEDY, id=name))
     with monkeypatch.context() as patch:
         patch.setattr(engine._programs, failing, raises_at_the_end)
         with pytest.raises(RuntimeError, match="injected"):
-            engine.step()
-    assert engine._cache.layers[0].is_deleted()
+            for _ in range(3):
+                engine.step()
+    assert engine._state.cache.layers[0].is_deleted()
+    waiting = {r.id for r in engine._scheduler.waiting}
     outputs = engine.recover()
-    assert [(o.request_id, o.finish_reason) for o in outputs if o.error] == [("running", "abort")]
+    aborted = {o.request_id for o in outputs if o.finish_reason == "abort" and o.error}
+    assert "running" in aborted
+    assert aborted | waiting == {"running", "another"}
     assert engine.stats().free_pages == engine.stats().total_pages
-    assert serve_one(engine, PROMPTS[3], GREEDY) == Answer(greedy_tokens(tuple(PROMPTS[3])), "length")
+    check(engine)
+    later = [engine.make_request(p, GREEDY) for p in (PROMPTS[3], PROMPTS[2])]
+    for request in later:
+        engine.add(request)
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.tokens)
+        check(engine)
+    right = {r.id: greedy_tokens(r.prompt) for r in later}
+    assert tokens == right | {name: greedy_tokens(tuple(PROMPTS[1])) for name in waiting}
+    assert [r.cached_at_start for r in later] == [0, 0]  # nothing is found: the rows are gone with the old state
 
 
 def test_a_seeded_request_draws_the_same_whatever_else_runs(base: Engine) -> None:
@@ -390,9 +404,9 @@ def test_eight_devices_draw_one_device_s_tokens(directory: Path) -> None:
     config = EngineConfig(max_batch=1, context_length=32, page_size=8, chunk_size=32, burst=4)
     engine = Engine(load(directory, mesh), config, n_tokens=N_TOKENS, mesh=mesh)
     engine.warm_up()
-    assert engine.n_compiled() == 2
+    n = engine.n_compiled()
     for prompt in (PROMPTS[1], PROMPTS[2]):
         answer = serve_one(engine, prompt, dataclasses.replace(GREEDY, max_tokens=9))
         assert answer == Answer(greedy_tokens(tuple(prompt))[:9], "length")
         assert engine.recover() == []  # nothing failed; but a new cache must lie where the old one did
-    assert engine.n_compiled() == 2
+    assert engine.n_compiled() == n

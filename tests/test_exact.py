@@ -182,7 +182,7 @@ def drafted_chain(rows: Rows, state: State, position: jax.Array, method: Method)
         guess = own[draw_guess(p, draws, position + i, own, V)]
         guess = jnp.where(jnp.isnan(logits).any(axis=-1), NO_TOKEN, guess)
         if method.ragged:
-            guess = jnp.where(i < (jnp.arange(b) + state.rounds) % (method.k + 1), guess, NO_TOKEN)
+            guess = jnp.where(i < (jnp.arange(b) // 32 + state.rounds) % (method.k + 1), guess, NO_TOKEN)
         tokens, prefix = jnp.concatenate([tokens, guess[:, None]], axis=1), after(prefix, guess)
         q.append(p)
     return Proposal(tokens, jnp.stack(q, axis=1), own) if q else Proposal(tokens, None)

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -185,13 +186,13 @@ def test_more_prompts_than_the_queue_holds(directory: Path) -> None:
 def test_an_interrupted_step_leaves_a_usable_model(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     right = llm.generate("abc", temperature=0, max_tokens=5, ignore_eos=True).text
     programs = llm.engine._programs
-    decode = programs.decode
+    rounds = programs.rounds
 
     def interrupted(*args: Any) -> Any:
-        decode(*args)  # the cache is donated, its successor lost
+        rounds(*args)  # the cache is donated, its successor lost
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(programs, "decode", interrupted)
+    monkeypatch.setattr(programs, "rounds", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate("abc", temperature=0, max_tokens=5, ignore_eos=True)
     monkeypatch.undo()
@@ -216,8 +217,8 @@ def test_prompts_in_every_form(llm: LLM) -> None:
 
 def test_broken_weights_end_the_request_with_an_error(directory: Path) -> None:
     llm = kimijax.load(directory, engine=SIZES, dtype=jnp.float32)
-    leaves = llm.engine._programs._leaves
-    llm.engine._programs._leaves = [jnp.full_like(x, jnp.nan) if x.ndim == 1 else x for x in leaves]
+    leaves = llm.engine._programs.leaves
+    llm.engine._programs.leaves = [jnp.full_like(x, jnp.nan) if x.ndim == 1 else x for x in leaves]
     with pytest.raises(RuntimeError, match="not a number"):
         llm.generate("abc", temperature=0, max_tokens=3)
     assert llm.engine.stats().free_pages == llm.engine.stats().total_pages
@@ -251,7 +252,13 @@ def test_texts_of_a_request_become_token_ids(llm: LLM) -> None:
 def test_log_probabilities_are_the_models_own(llm: LLM) -> None:
     """Whatever filters, temperature and rules do to the distribution that is drawn from."""
     prompt = list(b"def f")
-    settings = {"temperature": 0.7, "top_k": 20, "seed": 3, "frequency_penalty": 1.5, "logit_bias": {65: 5.0}}
+    settings: dict[str, Any] = {
+        "temperature": 0.7,
+        "top_k": 20,
+        "seed": 3,
+        "frequency_penalty": 1.5,
+        "logit_bias": {65: 5.0},
+    }
     out = llm.generate(prompt, logprobs=3, max_tokens=8, ignore_eos=True, **settings)
     assert out.token_ids == llm.generate(prompt, max_tokens=8, ignore_eos=True, **settings).token_ids
     assert tuple(entry.token for entry in out.logprobs) == out.token_ids
@@ -265,7 +272,7 @@ def test_log_probabilities_are_the_models_own(llm: LLM) -> None:
 
 
 def test_streamed_log_probabilities_join_to_the_whole(llm: LLM) -> None:
-    settings = {"temperature": 1.0, "seed": 1, "logprobs": 0, "max_tokens": 20, "ignore_eos": True}
+    settings: dict[str, Any] = {"temperature": 1.0, "seed": 1, "logprobs": 0, "max_tokens": 20, "ignore_eos": True}
     whole = llm.generate("abc", **settings)
     deltas = list(llm.stream("abc", **settings))
     assert tuple(entry for d in deltas for entry in d.logprobs) == whole.logprobs
@@ -275,13 +282,15 @@ def test_streamed_log_probabilities_join_to_the_whole(llm: LLM) -> None:
 
 
 def test_rules_hold(llm: LLM) -> None:
-    settings = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    settings: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
     plain = llm.generate("abc", **settings)
     assert llm.generate("abc", logit_bias={66: 100.0}, **settings).text == "BBBBBB"
     banned = llm.generate("abc", Sampling(bad_words=((plain.token_ids[0],),), temperature=0, max_tokens=6))
     assert plain.token_ids[0] not in banned.token_ids
-    assert llm.generate("abc", logit_bias={66: 100.0}, bad_words=["BB"], **settings).text.find("BB") == -1
-    ends = {"logit_bias": {IM_END: 100.0}, "temperature": 0, "max_tokens": 6}
+    apart = llm.generate("abc", logit_bias={66: 100.0}, bad_words=["BB"], **settings).token_ids
+    assert 66 in apart
+    assert (66, 66) not in pairwise(apart)
+    ends: dict[str, Any] = {"logit_bias": {IM_END: 100.0}, "temperature": 0, "max_tokens": 6}
     assert llm.generate("abc", **ends).token_ids == (IM_END,)
     late = llm.generate("abc", min_tokens=3, **ends)
     assert (len(late.token_ids), late.token_ids[-1], late.finish_reason) == (4, IM_END, "stop")
@@ -328,9 +337,10 @@ def test_a_directory_without_tokenizer_loads_for_ids_only(
     assert llm.logits([1, 2]).logits.shape == (2, 528)
     out = llm.generate([1, 2], temperature=0, max_tokens=3, ignore_eos=True)
     assert (len(out.token_ids), out.text) == (3, "")
-    for prompt, text in (("text", {}), ([1, 2], {"stop": ["."]}), ([1, 2], {"bad_words": ["a"]})):
+    needs: list[tuple[Any, dict[str, Any]]] = [("text", {}), ([1], {"stop": ["."]}), ([1], {"bad_words": ["a"]})]
+    for prompt, fields in needs:
         with pytest.raises(RequestError, match="no tokenizer files"):
-            llm.generate(prompt, **text)
+            llm.generate(prompt, **fields)
     with pytest.raises(RequestError, match="no tokenizer files"):
         llm.generate([1, 2], grammar=GrammarSpec("json_object"))
     (tmp_path / "tiktoken.model").symlink_to(directory / "tiktoken.model")

@@ -16,7 +16,6 @@ from kimijax import serving_plan
 from kimijax.errors import CheckpointError, ConfigError
 from kimijax.loader import NANO, NANO_DRAFTER
 from kimijax.serve import check, config, startup
-from kimijax.serve.__main__ import main
 from kimijax.speculative_options import SpeculativeOptions
 from kimijax.wiring import WiringError
 
@@ -135,6 +134,7 @@ def test_the_draft_of_nano_fits_nano() -> None:
     assert found.draft is not None
     assert found.draft.directory == NANO_DRAFTER
     assert found.speculation == SpeculativeOptions("EAGLE3", 3, 1, 4)  # what its probe was measured with
+    assert found.speculation is not None
     assert found.speculation.sources["num_steps"] == "the draft's files"
     tree = startup.check_files(parse(f"{SPECULATION} --speculative-eagle-topk 4 --speculative-num-steps 2"))
     assert tree.speculation == SpeculativeOptions("EAGLE3", 2, 4, 8)
@@ -143,17 +143,36 @@ def test_the_draft_of_nano_fits_nano() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--speculative-algorithm EAGLE --spec-model nano", "speculative_algorithm: found 'EAGLE', expected EAGLE3; .* its fc takes 768"),
+        (
+            "--speculative-algorithm EAGLE --spec-model nano",
+            "speculative_algorithm: found 'EAGLE', expected EAGLE3; .* its fc takes 768",
+        ),
         ("--speculative-algorithm NEXTN --spec-model nano", "speculative_algorithm: found 'NEXTN', expected EAGLE3"),
-        ("--speculative-algorithm EAGLE3", "no such setting without a draft; name the draft .*--speculative-draft-model-path"),
+        (
+            "--speculative-algorithm EAGLE3",
+            "no such setting without a draft; name the draft .*--speculative-draft-model-path",
+        ),
         ("--speculative-algorithm EAGLE3 --spec-model nowhere", "draft: found 'nowhere', expected"),
-        (f"{SPECULATION} --speculative-num-draft-tokens 4 --speculative-num-steps 5", "set --speculative-num-draft-tokens 6"),
-        (f"{SPECULATION} --speculative-eagle-topk 4 --spec-tokens 63", "a tree of 3 steps with 4 branches has 36 drafts"),
+        (
+            f"{SPECULATION} --speculative-num-draft-tokens 4 --speculative-num-steps 5",
+            "set --speculative-num-draft-tokens 6",
+        ),
+        (
+            f"{SPECULATION} --speculative-eagle-topk 4 --spec-tokens 63",
+            "a tree of 3 steps with 4 branches has 36 drafts",
+        ),
         (f"{SPECULATION} --speculative-eagle-topk 4000", "speculative_eagle_topk: found 4000, expected at most 3072"),
-        (f"{SPECULATION} --speculative-simulate-acc-len 4.5", "speculative_simulate_acc_len: found 4.5, expected 1 ... 4"),
+        (
+            f"{SPECULATION} --speculative-simulate-acc-len 4.5",
+            "speculative_simulate_acc_len: found 4.5, expected 1 ... 4",
+        ),
         ("--context-length 4096", "--context-length: found 4096"),
+        (
+            f"{SPECULATION} --max-total-tokens 2048",
+            "n_pages: found 32, expected at least 33: .* raise --max-total-tokens",
+        ),
     ],
-)  # fmt: skip
+)
 def test_flags_that_the_files_contradict(line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         startup.check_files(parse(line))
@@ -177,14 +196,30 @@ def without(data: dict[str, Any], *keys: str, **values: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda d: d["kimijax"].update(tokenizer="a" * 64), WiringError, "1 difference.*\n.*\n  tokenizer .*aaaaaaaaaaaa"),
+        (
+            lambda d: d["kimijax"].update(tokenizer="a" * 64),
+            WiringError,
+            "1 difference.*\n.*\n  tokenizer .*aaaaaaaaaaaa",
+        ),
         (lambda d: d["kimijax"]["target"]["config"].update(rope_theta=1.0), WiringError, "target.config.rope_theta"),
         (lambda d: d.update(vocab_size=4000), ConfigError, "found .4096, 256, 6., expected the draft's .4000"),
-        (lambda d: without(d, "kimijax", hidden_size=128, target_hidden_size=128), ConfigError, "target_hidden_size|width"),
-        (lambda d: d.update(draft_vocab_size=3000), CheckpointError, r"lm_head.weight: found \[3072, 256\], expected \[3000"),
-        (lambda d: d.update(max_position_embeddings=512), ConfigError, "--context-length: found 1024, expected at most 512, .* the model's are 2048"),
+        (
+            lambda d: without(d, "kimijax", hidden_size=128, target_hidden_size=128),
+            ConfigError,
+            "target_hidden_size|width",
+        ),
+        (
+            lambda d: d.update(draft_vocab_size=3000),
+            CheckpointError,
+            r"lm_head.weight: found \[3072, 256\], expected \[3000",
+        ),
+        (
+            lambda d: d.update(max_position_embeddings=512),
+            ConfigError,
+            "--context-length: found 1024, expected at most 512, .* 2048",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_draft_of_something_else(change: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
     folder = draft_with(tmp_path / "draft", change)
     line = f"--speculative-algorithm EAGLE3 --spec-model {folder} --context-length 1024"
@@ -223,7 +258,7 @@ def test_layer_ids_of_several_meanings_need_a_name(tmp_path: Path) -> None:
         found = startup.check_files(parse(f"{line} --layer-id-convention {name}"))
         assert found.draft is not None
         assert found.draft.resolved.wiring.taps == taps
-    with pytest.raises(ConfigError, match="config.kimijax.wiring says it"):
+    with pytest.raises(ConfigError, match=r"config\.kimijax\.wiring says it"):
         startup.check_files(parse(f"{SPECULATION} --layer-id-convention specforge"))
 
 
@@ -253,7 +288,7 @@ def test_check_prints_what_a_command_line_comes_to() -> None:
     assert cells(report, "--port") == ["--port", "5", "set"]
     assert cells(report, "--page-size") == ["--page-size", "64", "default"]
     assert cells(report, "--context-length")[:3] == ["--context-length", "2048", "default,"]
-    assert cells(report, "--max-total-tokens")[1] == "8192"
+    assert cells(report, "--max-total-tokens")[1] == str(4 * (2048 + 64))  # the page behind is for drafts
     assert cells(report, "--speculative-num-steps") == ["--speculative-num-steps", "3", "the", "draft's", "files"]
     assert cells(report, "--speculative-num-draft-tokens")[1:] == ["4", "num_steps", "+", "1"]
     assert cells(report, "--dtype") == ["--dtype", "float32", "auto"]
@@ -324,7 +359,7 @@ def k25(tmp_path: Path) -> Path:
 def test_a_plan_that_does_not_fit_names_what_would(k25: Path) -> None:
     where = serving_plan.Placement(None, startup.DTYPES["bfloat16"], unpack_int4=False)
     found = startup.resolve(parse(f"--model {k25} --context-length 131072"), where)
-    fits, weights = serving_plan.plan_memory(k25, found.engine, None, where, 1, free=lambda _: 2 * 10**12)
+    fits, weights = serving_plan.plan_memory(k25, found.engine, None, None, where, 1, free=lambda _: 2 * 10**12)
     fits.check()
     per_token = 61 * 576 * 2
     assert fits.cache_bytes_per_token == per_token
@@ -337,7 +372,7 @@ def test_a_plan_that_does_not_fit_names_what_would(k25: Path) -> None:
     def refused(room: float, **changes: Any) -> str:
         plan = dataclasses.replace(fits, available=int(weights.device.weight_bytes + room), **changes)
         with pytest.raises(
-            ConfigError, match="^memory: found .* free on each of 1 device', expected .*: target "
+            ConfigError, match=r"^memory: found .* free on each of 1 device', expected .*: target "
         ) as error:
             plan.check()
         return str(error.value)
@@ -352,7 +387,7 @@ def test_a_plan_that_does_not_fit_names_what_would(k25: Path) -> None:
     text = refused(5 * full, **paged)
     assert text.index(f"--max-total-tokens {5 * 131072} fits") < text.index("--max-running-requests 5 fits")
     assert "use more devices (--tp), or larger ones" in refused(-(10**9))
-    assert "without the draft less is needed" in refused(5 * full, **paged, has_draft=True)
+    assert "without the draft less is needed" in refused(-(10**9), has_draft=True)
     dataclasses.replace(fits, available=None).check()
 
 
@@ -362,7 +397,7 @@ def test_the_roofline_counts_what_is_read(k25: Path) -> None:
     flags = parse(line)
     where = serving_plan.Placement(None, startup.DTYPES["bfloat16"], unpack_int4=False)
     found = startup.resolve(flags, where)
-    _, weights = serving_plan.plan_memory(k25, found.engine, found.drafter, where, 8, here=False)
+    _, weights = serving_plan.plan_memory(k25, found.engine, found.drafter, found.speculation, where, 8, here=False)
     lines = serving_plan.roofline(found.target, weights, found.drafter, found.speculation, where, cached=1000)
     by = {(s.batch, s.draft_tokens): s for s in lines.steps}
     assert set(by) == {(b, k) for b in (1, 4, 16) for k in (0, 3)}
@@ -382,15 +417,20 @@ def test_the_roofline_counts_what_is_read(k25: Path) -> None:
     assert fc + 3 * (head + mlp) < drafts < fc + 3 * (head + mlp + 0.2e9)
 
 
-def test_check_ends_with_0_or_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "parse_args", parse)
-    monkeypatch.setattr("kimijax.load", None)  # nothing is loaded
-    assert main(["--check"]) == 0
-    assert "the settings are sound" in capsys.readouterr().out
-    assert main(["--check", *shlex.split(SPECULATION), "--spec-tokens", "5", "--speculative-num-steps", "3"]) == 2
-    out, error = capsys.readouterr()
-    assert out == ""
-    assert "speculative_num_draft_tokens: found 6" in error
+def test_check_ends_with_0_or_2() -> None:
+    def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "kimijax.serve", "--check", "--log-level", "warning", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+    sound = run(*shlex.split(SPECULATION))
+    assert (sound.returncode, sound.stderr) == (0, "")
+    assert "the settings are sound" in sound.stdout
+    faulty = run(*shlex.split(SPECULATION), "--spec-tokens", "5", "--speculative-num-steps", "3")
+    assert (faulty.returncode, faulty.stdout) == (2, "")
+    assert faulty.stderr.startswith(
+        "kimijax.serve: error: speculative_num_draft_tokens: found 6, expected num_steps + 1"
+    )
+    assert faulty.stderr.count("\n") == 1
 
 
 # ---- compiled programs ----------------------------------------------------------------------------------------------

@@ -144,12 +144,11 @@ def test_faulty_checkpoints_are_refused_from_their_headers(checkpoint: Path) -> 
 
 def test_devices_too_small_for_the_weights(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config.ServerConfig(model_path=str(checkpoint), max_running_requests=4)
-    small, larger = (lambda _: 10**5), (lambda _: 10**7)  # noqa: E731
-    monkeypatch.setattr(startup.checkpoint, "check", functools.partial(startup.checkpoint.check, free=small))
+    monkeypatch.setattr(startup.checkpoint, "check", functools.partial(startup.checkpoint.check, free=lambda _: 10**5))
     with pytest.raises(ConfigError, match="host memory"):
         startup.check_files(settings)
     monkeypatch.undo()
-    monkeypatch.setattr(startup, "plan_memory", functools.partial(startup.plan_memory, free=larger))
+    monkeypatch.setattr(startup, "plan_memory", functools.partial(startup.plan_memory, free=lambda _: 5 * 10**6))
     with pytest.raises(ConfigError, match=r"^memory: found '0.01 GB free .*--max-running-requests \d+ fits"):
         startup.check_files(settings)
 

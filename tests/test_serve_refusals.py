@@ -10,7 +10,7 @@ import pytest
 
 from .asgi import Reply, call
 from .fake_engine import SMALL
-from .serving import TEXT, MakeServer, say, servers, wait_for
+from .serving import TEXT, MakeServer, Server, say, servers, wait_for
 
 
 @pytest.fixture
@@ -213,6 +213,12 @@ def test_hang_up_frees_everything_within_a_step(serve: MakeServer, stream: bool)
     assert server.chat(max_tokens=1).status == 200
 
 
+async def submitted(server: Server, n: int) -> None:
+    """Waits until the engine's thread, which is in a step, has so many requests before it."""
+    while len(server.runner._live) < n:
+        await asyncio.sleep(0.001)
+
+
 def test_queue_limit(serve: MakeServer) -> None:
     gate = threading.Semaphore(0)
     server = serve(gate=gate)
@@ -220,7 +226,7 @@ def test_queue_limit(serve: MakeServer) -> None:
     async def five() -> list[Reply]:
         body = {"prompt": "hi"}
         tasks = [asyncio.create_task(call(server.app, "POST", "/v1/completions", body)) for _ in range(5)]
-        await asyncio.sleep(0.05)
+        await submitted(server, 5)
         gate.release(10**6)
         return await asyncio.gather(*tasks)
 
@@ -237,9 +243,9 @@ def test_request_that_half_fits_the_queue_leaves_nothing_behind(serve: MakeServe
 
     async def both() -> tuple[Reply, Reply]:
         first = asyncio.create_task(call(server.app, "POST", "/v1/completions", {"prompt": "hi", "n": 2}))
-        await asyncio.sleep(0.05)
+        await submitted(server, 2)
         second = asyncio.create_task(call(server.app, "POST", "/v1/completions", {"prompt": "hi", "n": 3}))
-        await asyncio.sleep(0.05)
+        await submitted(server, 5)
         gate.release(10**6)
         return await first, await second
 

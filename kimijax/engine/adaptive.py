@@ -121,15 +121,22 @@ class AcceptanceTracker[Group: Hashable]:
         n = len(self.recorded)
         if not 0 <= k <= n:
             raise ValueError(f"found a round of {k} drafts, expected 0 ... {n}")
+        if k == 0:  # nothing is learned of drafts; what is known fades when it is next looked at
+            self._step += 1
+            self._of_all = None
+            for group, numbers in accepted.items():
+                if any(numbers):
+                    raise ValueError(f"group {group}: found accepted drafts {list(numbers)}, expected 0 ... {k}")
+                _add(self._of_group.setdefault(group, {}), (len(numbers),))
+                _add(self._total, (len(numbers),))
+            return
+        by_group = {group: [numbers.count(a) for a in range(k + 1)] for group, numbers in accepted.items()}
         for group, numbers in accepted.items():
-            if any(not 0 <= a <= k for a in numbers):
+            if sum(by_group[group]) != len(numbers):
                 raise ValueError(f"group {group}: found accepted drafts {list(numbers)}, expected 0 ... {k}")
         self._step += 1
         everyone = [0] * (k + 1)
-        for group, numbers in accepted.items():
-            counts = [0] * (k + 1)
-            for a in numbers:
-                counts[a] += 1
+        for group, counts in by_group.items():
             for i, c in enumerate(counts):
                 everyone[i] += c
             _add(self._of_group.setdefault(group, {}), counts)
@@ -296,12 +303,12 @@ class Adaptive[Bucket: Hashable, Group: Hashable]:
 
     def observe(self, bucket: Bucket, k: int, seconds: float, accepted: Mapping[Group, Sequence[int]]) -> None:
         """What a round was: its time, and the accepted drafts of each row by group (k = 0: zeros)."""
-        numbers = [a for of_group in accepted.values() for a in of_group]
-        if not numbers:
+        n, total = sum(map(len, accepted.values())), sum(map(sum, accepted.values()))
+        if not n:
             raise ValueError("found a round without rows, expected at least one")
         self.tracker.record(k, accepted)
         self.costs.observe(bucket, k, seconds)
-        self.allowance.settle(self.costs.relative(bucket)[k], 1 + sum(numbers) / len(numbers))
+        self.allowance.settle(self.costs.relative(bucket)[k], 1 + total / n)
 
     def status(self, bucket: Bucket, rows: Mapping[Group, int]) -> Status:
         """Estimates for a batch like this; changes nothing."""

@@ -7,9 +7,8 @@ the host. What a program did is known one step late; a request that has ended me
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +24,7 @@ from ..speculative_options import SpeculativeOptions
 from .adaptive import Adaptive, Status
 from .config import EngineConfig, bucket
 from .device import Start
-from .programs import Programs
+from .programs import Batch, Programs
 from .request import WIDEST, Constraint, Phase, Request, Sampling, StepOutput, TokenLogprobs
 from .rule_programs import RulePrograms, RuleRows
 from .scheduler import PrefillPlan, Scheduler
@@ -34,6 +33,7 @@ from .warm_up import measure_costs, warm_up_programs
 log = logging.getLogger(__name__)
 
 Bucket = tuple[int, int]  # batch size, window
+_STATUS_INTERVAL = 16  # choices between two estimates for `EngineStats`
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,15 @@ class EngineStats:
     n_cached_tokens: int = 0  # of these, found in the prefix cache
     n_output_tokens: int = 0
     n_preempted: int = 0
-    acceptance: Acceptance = field(default_factory=Acceptance)  # of all rounds with drafts
+    accepted: Mapping[int, Sequence[int]] = field(default_factory=dict[int, Sequence[int]])  # k -> see `acceptance`
     n_without_guesses: int = 0  # rounds whose drafter's logits were not a number
-    speculation: Status | None = None  # of the latest step, where the number of drafts is chosen
+    speculation: Status | None = None  # lately, where the number of drafts is chosen
     simulated: bool = False  # acceptance is pretended: the tokens are no output
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Exact counts of all rounds with drafts, from how many of them accepted 0, 1, ... k."""
+        return sum((Acceptance.of_counts(counts) for counts in self.accepted.values()), Acceptance())
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,7 @@ class Engine:
         self._last_read = 0.0
         self._accepted: dict[int, np.ndarray] = {}  # k -> rounds by accepted drafts
         self._n_output = self._n_without_guesses = 0
+        self._n_chosen = 0
         self._status: Status | None = None
 
     def _check(
@@ -199,16 +205,11 @@ class Engine:
             p.n_found,
             self._n_output,
             s.n_preempted,
-            self.acceptance,
+            {k: counts.tolist() for k, counts in self._accepted.items()},
             self._n_without_guesses,
             self._status,
             self._programs.simulated is not None,
         )
-
-    @property
-    def acceptance(self) -> Acceptance:
-        """Exact counts of all rounds with drafts."""
-        return sum((Acceptance.of_counts(counts) for counts in self._accepted.values()), Acceptance())
 
     def step(self) -> list[StepOutput]:
         """Chunks of prompts, if any wait, and a decoding step, if any request decodes; what the step before drew."""
@@ -252,7 +253,8 @@ class Engine:
             rules = any(r.needs_rules for r in requests)
             if any(r.constraint is not None for r in requests) and self._drain():
                 continue  # the masks are made of what is committed
-            k, n_rounds = self._choose(requests, rules)
+            longest = max(r.cached + r.in_flight for r in requests)
+            k, n_rounds = self._choose(requests, rules, longest)
             if s.grow(requests, p.reach(k, n_rounds)):
                 if self._drain():
                     continue
@@ -260,34 +262,35 @@ class Engine:
                 if s.grow(requests, 1):
                     self._preempt()
                     continue
-            return self._start_decode(requests, rules, k, n_rounds, alone)
+            size, window = self._bucket(len(requests), longest + p.reach(k, n_rounds))
+            return self._start_decode(requests, p.batch(requests, size, window), rules, k, n_rounds, alone)
         return None
 
-    def _choose(self, requests: Sequence[Request], rules: bool) -> tuple[int, int]:
+    def _choose(self, requests: Sequence[Request], rules: bool, longest: int) -> tuple[int, int]:
         """Drafts, and rounds."""
         p = self._programs
         k = p.most_drafts
-        if k and all(r.id in self._fresh for r in requests):
+        if k and self._fresh and all(r.id in self._fresh for r in requests):
             return 0, 1  # there is nothing to guess from yet
         if k and self._adaptive is not None:
-            of = self._bucket(requests, p.reach(k, p.most_rounds(k)))
-            groups = _groups(requests)
+            of, groups = self._bucket(len(requests), longest + p.reach(k, p.most_rounds(k))), _groups(requests)
             k = self._adaptive.choose(of, groups).k
-            self._status = self._adaptive.status(of, groups)
+            self._n_chosen += 1
+            if self._n_chosen % _STATUS_INTERVAL == 1:
+                self._status = self._adaptive.status(of, groups)
             if rules:
                 k = p.most_drafts if k else 0
         one = rules or self._scheduler.wants_prefill
         return k, 1 if one else p.most_rounds(k)
 
-    def _bucket(self, requests: Sequence[Request], reach: int) -> Bucket:
-        longest = max(r.cached + r.in_flight for r in requests) + reach
+    def _bucket(self, n_requests: int, reach: int) -> Bucket:
         windows = self._programs.windows
-        return bucket(len(requests), self.config.batch_sizes), bucket(min(longest, windows[-1]), windows)
+        return bucket(n_requests, self.config.batch_sizes), bucket(min(reach, windows[-1]), windows)
 
-    def _start_decode(self, requests: Sequence[Request], rules: bool, k: int, n_rounds: int, alone: bool) -> _Flight:
+    def _start_decode(
+        self, requests: Sequence[Request], batch: Batch, rules: bool, k: int, n_rounds: int, alone: bool
+    ) -> _Flight:
         p = self._programs
-        size, window = self._bucket(requests, p.reach(k, n_rounds))
-        batch = p.batch(requests, size, window)
         begun, found = time.perf_counter(), None
         if rules:
             record, found = self._rule_round(requests, batch, k)
@@ -300,9 +303,10 @@ class Engine:
         reach = n_rounds * (k + 1)
         for r in requests:
             r.in_flight += reach
-        return _Flight(tuple(requests), record, found, k, reach, fresh, (size, window), begun, alone and not rules)
+        size = len(batch.places), batch.table.shape[1] * self.config.page_size
+        return _Flight(tuple(requests), record, found, k, reach, fresh, size, begun, alone and not rules)
 
-    def _rule_round(self, requests: Sequence[Request], batch: Any, k: int) -> tuple[Record, Logprobs]:
+    def _rule_round(self, requests: Sequence[Request], batch: Batch, k: int) -> tuple[Record, Logprobs]:
         """A round in two halves, with the masks of grammars along the draft in between."""
         size, ids = len(batch.places), tuple(r.id for r in requests)
         if self._rule_rows is None or self._rule_rows[0] != (*ids, str(size)):
@@ -353,26 +357,32 @@ class Engine:
         if k:
             counted = self._accepted.setdefault(k, np.zeros(k + 1, np.int64))
             counted += np.bincount(accepted[accepted >= 0], minlength=k + 1)
-            for i, request in enumerate(flight.requests):
-                own = request.accepted.setdefault(k, [0] * (k + 1))
-                n_tokens = int(request.id in flight.fresh)
-                for a in accepted[:, i].tolist():
+            fresh = flight.fresh
+            for request, of_row, n_produced in zip(flight.requests, accepted.T.tolist(), produced, strict=False):
+                own = request.accepted.get(k)
+                if own is None:
+                    own = request.accepted[k] = [0] * (k + 1)
+                n_tokens = request.id in fresh if fresh else 0
+                for a in of_row:
                     if a >= 0:
                         own[a] += 1
                         n_tokens += a + 1
-                if produced[i] > n_tokens and flight.logprobs is None:
+                if n_produced > n_tokens and flight.logprobs is None:
                     self._note_broken_drafter(request)
         if self._adaptive is None or not len(accepted):
             return
         costs = self._adaptive.costs
         if not flight.alone:  # the time is not this step's alone
             seconds = costs.seconds(flight.bucket, k) * len(accepted)
-        groups = [_group(r) for r in flight.requests]
-        for round in accepted:
-            by_group: dict[str, list[int]] = {}
-            for group, a in zip(groups, round.tolist(), strict=True):
-                if a >= 0 or k == 0:
-                    by_group.setdefault(group, []).append(max(a, 0))
+        rows: dict[str, list[int]] = {}
+        for i, r in enumerate(flight.requests):
+            rows.setdefault(_group(r), []).append(i)
+        plain = {group: [0] * len(own) for group, own in rows.items()}
+        for round in accepted.tolist():
+            by_group = plain
+            if k:
+                by_group = {group: [round[i] for i in own if round[i] >= 0] for group, own in rows.items()}
+                by_group = {group: own for group, own in by_group.items() if own}
             if by_group:
                 self._adaptive.observe(flight.bucket, k, max(seconds / len(accepted), 1e-9), by_group)
 
@@ -392,15 +402,15 @@ class Engine:
         """Record drawn tokens up to the request's end."""
         before = len(request.output)
         error = None
-        for token in tokens:
-            if token < 0:
+        if tokens and min(tokens) < 0:
+            request.extend(tokens[: next(i for i, t in enumerate(tokens) if t < 0)])
+            if request.finish_reason is None:
                 error = "the model's logits are not a number: its weights or its arithmetic are at fault"
                 if request.needs_rules:
                     error = f"{error}; or the request's rules leave no token"
                 request.finish_reason = "abort"
-                break
-            if request.append(token):
-                break
+        else:
+            request.extend(tokens)
         new = tuple(request.output[before:])
         self._n_output += len(new)
         if request.constraint is not None:

@@ -12,6 +12,7 @@ nothing is read back here.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -68,7 +69,7 @@ class ProgramSet:
         self.dense = config.decode_view == "dense" or (config.decode_view == "auto" and jax.default_backend() == "cpu")
         self.shape: TreeShape | None = None
         self.rule, self.simulated = TOKEN_BY_TOKEN, None
-        self.most_drafts = 0
+        self.most_drafts, self.is_adaptive = 0, options is not None and options.adaptive
         if options is not None and drafter is not None:
             self.most_drafts = options.num_steps
             if options.eagle_topk > 1:
@@ -114,10 +115,13 @@ class ProgramSet:
 
     def table(self, pages: Sequence[Sequence[int]], rows: int, length: int) -> np.ndarray:
         """Block table int32 [rows, length / page_size]; pages beyond `length` are left out."""
-        table = np.full((rows, length // self.config.page_size), -1, np.int32)
-        for row, own in zip(table, pages, strict=False):
-            n = min(len(own), len(row))
-            row[:n] = own[:n]
+        n = length // self.config.page_size
+        table = np.full((rows, n), -1, np.int32)
+        counts = [min(len(own), n) for own in pages]
+        of_row = np.zeros(rows, np.int32)
+        of_row[: len(pages)] = counts
+        flat = itertools.chain.from_iterable(own if len(own) <= n else own[:n] for own in pages)
+        table[np.arange(n, dtype=np.int32) < of_row[:, None]] = np.fromiter(flat, np.int32, sum(counts))
         return table
 
     def views(self, state: DeviceState, table: jax.Array) -> tuple[Any, Any]:
@@ -166,9 +170,11 @@ class Programs(ProgramSet):
 
     @property
     def draft_counts(self) -> tuple[int, ...]:
-        """The k that rounds are compiled for: 0, 1, 3, 7 and so on, and the most; for a tree 0 and its depth."""
-        if self.shape is not None or self.most_drafts == 0:
-            return (0, self.most_drafts) if self.most_drafts else (0,)
+        """The k that rounds are compiled for: 0 and the most; where a chain's is chosen step by step 1, 3, 7 too."""
+        if self.most_drafts == 0:
+            return (0,)
+        if self.shape is not None or not self.is_adaptive:
+            return (0, self.most_drafts)
         powers = [2**i - 1 for i in range(self.most_drafts.bit_length() + 1)]
         return (*(k for k in powers if k < self.most_drafts), self.most_drafts)
 

@@ -1,9 +1,10 @@
 """One request as the engine sees it: token ids, sampling settings, and the state of its generation."""
 
 import enum
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -162,12 +163,12 @@ class Request:
         """Exact counts of its rounds with drafts."""
         return sum((Acceptance.of_counts(counts) for counts in self.accepted.values()), Acceptance())
 
-    @property
+    @functools.cached_property
     def is_greedy(self) -> bool:
         """Whether it takes the most probable token each time."""
         return self.sampling.temperature == 0 or self.sampling.top_k == 1
 
-    @property
+    @functools.cached_property
     def needs_rules(self) -> bool:
         """Whether its tokens take more than temperature and filters: processors, a constraint, log-probabilities."""
         return self.constraint is not None or self.sampling.logprobs is not None or not self.sampling.rules.are_off
@@ -181,20 +182,29 @@ class Request:
         n = len(self.prompt)
         return [*self.prompt[start:stop], *self.output[max(start - n, 0) : max(stop - n, 0)]]
 
-    def append(self, token: int) -> bool:
-        """Record a generated token; True when it ended the request. Nothing is recorded after the end."""
-        if self.finish_reason is not None:
-            return True
-        self.output.append(token)
-        if token in self.stop_ids:
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Record generated tokens up to the request's end."""
+        if self.finish_reason is not None or not tokens:
+            return
+        room = self.limit - len(self.output)
+        n = len(tokens)
+        if n > room:
+            tokens, n = tokens[:room], room
+        if not self.stop_ids.isdisjoint(tokens):
+            n = next(i for i, t in enumerate(tokens) if t in self.stop_ids) + 1
+            tokens = tokens[:n]
             self.finish_reason = "stop"
-        elif len(self.output) >= self.limit:
+        elif n == room:
             self.finish_reason = "length"
+        self.output.extend(tokens)
+
+    def append(self, token: int) -> bool:
+        """`extend` by one; True when it ended the request."""
+        self.extend((token,))
         return self.finish_reason is not None
 
 
-@dataclass(frozen=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """What one engine step produced for one request."""
 
     request_id: str

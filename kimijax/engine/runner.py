@@ -20,6 +20,7 @@ from .request import Request, StepOutput
 log = logging.getLogger(__name__)
 
 Deliver = Callable[[StepOutput], None]
+Watch = Callable[[EngineStats], None]
 
 
 class SteppedEngine(Protocol):
@@ -60,8 +61,9 @@ class EngineRunner:
     is touched by `_thread` only, once that has started.
     """
 
-    def __init__(self, engine: SteppedEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: SteppedEngine, watch: Watch | None = None) -> None:
+        """`watch` gets the counters after each step, on the engine's thread: it must be quick, and must not raise."""
+        self._engine, self._watch = engine, watch
         self._commands: queue.SimpleQueue[_Submit | _Cancel | _Stop] = queue.SimpleQueue()
         self._changed = threading.Condition()  # guards the three fields below
         self._live: dict[str, Deliver] = {}
@@ -143,7 +145,9 @@ class EngineRunner:
                 if self._engine.has_work:
                     self._busy_since = time.monotonic()
                     self._step()
-                self._stats = self._engine.stats()
+                    self._stats = self._engine.stats()
+                    if self._watch is not None:
+                        self._watch(self._stats)
             for request_id in list(self._live):
                 self._engine.cancel(request_id)
             self._stats = self._engine.stats()

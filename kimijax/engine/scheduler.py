@@ -136,9 +136,9 @@ class Scheduler:
         for r in requests:
             lease = r.lease
             assert lease is not None
-            rows = min(r.cached + r.in_flight + reach, self._most_rows(r))
+            rows = r.cached + r.in_flight + reach
             # Asked in nearly every step, and nearly always there.
-            if rows > len(lease.pages) * size and not self.prefix.grow(lease, rows):
+            if rows > len(lease.pages) * size and not self.prefix.grow(lease, min(rows, self._most_rows(r))):
                 short.append(r)
         return short
 
@@ -157,9 +157,9 @@ class Scheduler:
     def commit(self, request: Request, n_in_flight: int) -> None:
         """A step is read: all but the last of its tokens are cached; others may find its full pages."""
         request.in_flight -= n_in_flight
-        request.cached = request.n_tokens - 1
+        request.cached = cached = request.n_tokens - 1
         lease = request.lease
-        if lease is not None and self.config.prefix_cache:
+        if lease is not None and cached // self.config.page_size > lease.n_cached and self.config.prefix_cache:
             self.prefix.insert(lease, request, request.cached)
 
     def _can_admit(self) -> bool:

@@ -1,0 +1,176 @@
+"""Engines for tests: how one is driven, checked at every step, and made anew around programs that are compiled already.
+
+`TINY` engines serve the models of `tiny_speculation`; each kind is compiled once. Another schedule, pool or set of
+weights is another engine around the same programs (`variant`), which costs a copy of the empty state.
+"""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from kimijax.drafter import Drafter
+from kimijax.engine.config import EngineConfig
+from kimijax.engine.engine import Engine
+from kimijax.engine.request import Phase, Request, Sampling, StepOutput, TokenLogprobs
+from kimijax.engine.rule_programs import RulePrograms
+from kimijax.engine.scheduler import Scheduler
+from kimijax.model import Target
+from kimijax.speculative_options import SpeculativeOptions
+
+from .tiny_speculation import VOCAB, plain_logits, tiny_drafter, tiny_target
+
+
+class OneSize(EngineConfig):
+    """Sizes whose programs are compiled for a full batch alone."""
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        return (self.max_batch,)
+
+
+TINY = OneSize(max_batch=8, context_length=60, page_size=4, chunk_size=16, burst=8)
+K = 3
+KINDS: Mapping[str, SpeculativeOptions | None] = {
+    "plain": None,
+    "chain": SpeculativeOptions("EAGLE3", K, 1, K + 1, adaptive=False),
+    "tree": SpeculativeOptions("EAGLE3", K, 3, 9, adaptive=False),
+    "block": SpeculativeOptions("EAGLE3", K, 1, K + 1, adaptive=False, block_verification=True),
+}
+
+
+@functools.cache
+def _engine(kind: str) -> Engine:
+    options = KINDS[kind]
+    drafter = None if options is None else tiny_drafter()
+    return Engine(tiny_target(), TINY, drafter=drafter, speculation=options, n_tokens=VOCAB)
+
+
+def tiny(kind: str, *, stop_ids: Sequence[int] = (), **sizes: Any) -> Engine:
+    """A new engine of one of `KINDS`; sizes as for `variant`."""
+    return variant(_engine(kind), stop_ids=stop_ids, **sizes)
+
+
+def variant(
+    base: Engine, *, stop_ids: Sequence[int] = (), weights: tuple[Target, Drafter | None] | None = None, **sizes: Any
+) -> Engine:
+    """An engine with its own schedule, state and counters around `base`'s programs.
+
+    sizes: fields of EngineConfig that the schedule goes by, at most `base`'s: the programs' shapes stay.
+    """
+    engine = copy.copy(base)
+    p = copy.copy(base._programs)
+    p.config = dataclasses.replace(base.config, burst=sizes.get("burst", base.config.burst))
+    if weights is not None:
+        p.leaves = jax.tree.leaves(nnx.state(weights))
+    rules = copy.copy(base._rules)
+    rules._base = p
+    engine._programs, engine._rules = p, rules
+    engine.config = dataclasses.replace(base.config, **sizes)
+    n_pages = engine.config.n_pages or p.n_pages
+    reach = max(p.reach(k, 1) for k in p.draft_counts)
+    engine._scheduler = Scheduler(engine.config, n_pages, drafter=p.has_drafter, reach=reach, room=p.room)
+    # The batch sizes are the programs'.
+    engine.config = dataclasses.replace(engine.config, max_batch=base.config.max_batch)
+    engine.stop_ids = frozenset(stop_ids)
+    engine._state = empty_state(base)
+    engine._flight, engine._rule_rows, engine._status = None, None, None
+    engine._fresh, engine._undelivered, engine._accepted = set(), [], {}
+    engine._n_output = engine._n_without_guesses = 0
+    return engine
+
+
+@functools.cache
+def _pristine(base: Engine) -> Any:
+    return base._programs.new_state()
+
+
+def empty_state(base: Engine) -> Any:
+    """A state before any request, without compiling what makes one again."""
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), _pristine(base))
+
+
+@dataclass
+class Answer:
+    """What came out for one request."""
+
+    tokens: list[int]
+    reason: str | None = None
+    error: str | None = field(default=None, compare=False)
+    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs], compare=False)
+
+    def take(self, output: StepOutput) -> None:
+        assert self.reason is None, "output after the end"
+        assert output.tokens or output.error
+        self.tokens += output.tokens
+        self.logprobs += output.logprobs
+        self.reason, self.error = output.finish_reason, output.error
+
+
+def serve(
+    engine: Engine,
+    arrivals: Sequence[tuple[int, Request]],
+    *,
+    before_step: Callable[[int], None] | None = None,
+    most_steps: int = 400,
+) -> dict[str, Answer]:
+    """Run to the end, checking all that holds between steps; each request is added before the step of its number."""
+    answers = {request.id: Answer([]) for _, request in arrivals}
+    last = max(at for at, _ in arrivals)
+    for step in range(most_steps):
+        for at, request in arrivals:
+            if at == step:
+                engine.add(request)
+        if before_step is not None:
+            before_step(step)
+        if step > last and not engine.has_work:
+            break
+        for output in engine.step():
+            answers[output.request_id].take(output)
+        check(engine)
+    assert not engine.has_work, "the engine does not come to an end"
+    stats = engine.stats()
+    assert (stats.n_running, stats.n_waiting, stats.free_pages) == (0, 0, stats.total_pages)
+    for _, request in arrivals:
+        assert answers[request.id].tokens == request.output
+    return answers
+
+
+def check(engine: Engine) -> None:
+    """Pages, places and queues add up, and nobody else reads the rows that the step under way may write."""
+    engine.check_integrity()
+    s = engine._scheduler
+    for r in s.running:
+        assert r.cached + r.in_flight >= r.cached >= 0
+        if r.phase is Phase.DECODE:
+            assert r.lease is not None
+            s.prefix.check_write(r.lease, r.cached, min(r.cached + r.in_flight, len(r.pages) * s.config.page_size))
+
+
+def serve_all(
+    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], **options: Any
+) -> list[Answer]:
+    """All at once, in order."""
+    each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
+    requests = [engine.make_request(p, s, id=f"r{i}") for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
+    answers = serve(engine, [(0, r) for r in requests], **options)
+    return [answers[r.id] for r in requests]
+
+
+def serve_one(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Answer:
+    return serve_all(engine, [prompt], sampling)[0]
+
+
+@functools.cache
+def greedy_text(prompt: tuple[int, ...], n: int) -> list[int]:
+    """The tiny target's n most probable tokens, one after the other, each from a pass over the whole sequence."""
+    text = list(prompt)
+    for _ in range(n):
+        text.append(int(plain_logits(tuple(text))[-1].argmax()))
+    return text[len(prompt) :]
