@@ -5,12 +5,12 @@
     python -m benchmarks.host_time --profile 25        # where the time goes, by function
 
 Run from the root of the repository. `step_us` is the time of `Engine.step`: planning, book-keeping, reading of what was
-drawn. Requests end and are replaced all the time; `turnover_us` are the steps alone in which a prompt was begun, `intake_us`
-is the time of `make_request` and `add`, which come between steps.
+drawn. Requests end and are replaced all the time; `turnover_us` are the steps alone in which a prompt was begun, and
+`intake_us` is the time of `make_request` and `add`, which come between steps.
 
-Without --real, programs are replaced by records that were made before, in which a random number of drafts passes: what is
-left is the host, and `cpu_us` the processor time of its thread, which another process that takes the core away does not
-change. With --real, the time of each program's call (`dispatch_us`, most of it JAX's own) and the time until its
+Without --real, programs are replaced by records that were made before, in which a random number of drafts passes: what
+is left is the host, and `cpu_us` the processor time of its thread, which another process that takes the core away does
+not change. With --real, the time of each program's call (`dispatch_us`, most of it JAX's own) and the time until its
 results are there are measured and taken off. `loadavg_before` and `probe_gflops` tell whether something else had the
 processor, as in `kimijax.bench`.
 """

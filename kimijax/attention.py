@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .config import TargetConfig
-from .layers import declare, declare_norm, linear, rms_norm
+from .layers import Weight, declare, declare_norm, linear, rms_norm
 from .rope import rotate, softmax_scale
 from .sharding import shard
 
@@ -35,16 +35,17 @@ class MLA(nnx.Module):
         c, d, n = config, config.hidden, config.n_heads
         self.config = config
         if c.q_lora_rank is None:
-            self.q = declare((n, c.qk_dim, d), dtype, ("heads", "head_dim", "hidden"))
+            self.q = declare((n, c.qk_dim, d), dtype, ("heads", "head_dim", "hidden"), inputs=1)
         else:
-            self.q_a = declare((c.q_lora_rank, d), dtype, ("q_rank", "hidden"))
+            self.q_a = declare((c.q_lora_rank, d), dtype, ("q_rank", "hidden"), inputs=1)
             self.q_a_norm = declare_norm(c.q_lora_rank, dtype, "q_rank")
-            self.q_b = declare((n, c.qk_dim, c.q_lora_rank), dtype, ("heads", "head_dim", "q_rank"))
-        self.kv_a = declare((c.latent_dim, d), dtype, ("latent", "hidden"))
+            self.q_b = declare((n, c.qk_dim, c.q_lora_rank), dtype, ("heads", "head_dim", "q_rank"), inputs=1)
+        self.kv_a = declare((c.latent_dim, d), dtype, ("latent", "hidden"), inputs=1)
         self.kv_a_norm = declare_norm(c.kv_lora_rank, dtype, "latent")
         self.k_up = declare((n, c.nope_dim, c.kv_lora_rank), dtype, ("heads", "head_dim", "latent"))
         self.v_up = declare((n, c.v_dim, c.kv_lora_rank), dtype, ("heads", "head_dim", "latent"))
-        self.o = declare((d, n, c.v_dim), dtype, ("hidden", "heads", "head_dim"), std=(n * c.v_dim) ** -0.5)
+        std = (n * c.v_dim) ** -0.5
+        self.o = declare((d, n, c.v_dim), dtype, ("hidden", "heads", "head_dim"), std=std, inputs=2)
 
     def queries(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> Query:
         """x [B, T, D], cos and sin [B, T, rope / 2]."""
@@ -54,7 +55,7 @@ class MLA(nnx.Module):
         """What is cached of x [B, T, D]: the normed latent, then the rotated key: [B, T, R + rope]."""
         return self.finish_latents(linear(x, self.kv_a[...]), cos, sin)
 
-    def query_weight(self) -> jax.Array:
+    def query_weight(self) -> Weight:
         """The first matrix of the queries' path: [q rank, D], or [N, nope + rope, D] without q-LoRA."""
         return (self.q if self.config.q_lora_rank is None else self.q_a)[...]
 
@@ -74,8 +75,7 @@ class MLA(nnx.Module):
 
     def output(self, heads: jax.Array) -> jax.Array:
         """[B, T, N, v] to [B, T, D]."""
-        o = self.o[...]
-        return linear(heads.reshape(*heads.shape[:2], -1), o.reshape(o.shape[0], -1))
+        return linear(heads, self.o[...], n_inputs=2)
 
     def expanded(
         self,

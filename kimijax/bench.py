@@ -1,200 +1,45 @@
 """`python -m kimijax.bench offline`: how fast a checkpoint prefills and decodes in the engine that also serves it.
 
 What the figures mean. Every batch gets its own engine of exactly that many rows over the one loaded model. A run adds
-`batch` requests of `prompt_len` random ids and steps the engine by hand: all prompts first, then decoding alone.
+`batch` requests, computes their prompts, and decodes; where there are more prompts, another begins when one ends.
 
-    prefill tok/s = batch * prompt_len / time from adding the requests until each has its first token
-    decode  tok/s = batch * (gen_len - 1) / time after that
+    prefill tok/s = tokens of the first `batch` prompts / time until all of them are computed
+    decode  tok/s = tokens / time of the steps in which `batch` requests decode and no prompt is computed
+    output  tok/s = all tokens / time of everything
 
-Decoding is greedy and ignores end tokens, so that every run makes the same tokens. Runs count from the first one on
-before which a whole run compiled nothing, and must compile nothing themselves.
+Runs count from the first one on before which a whole run compiled nothing, and must compile nothing themselves.
+
+With a draft, engines are compared that differ in the number of drafts alone. They take turns, and each is compared with
+the engine without a drafter run by run: what else the machine does in the meantime cancels. Random prompts are answered
+to the last of `gen_len` tokens, text ends where the model ends it.
 """
 
 import argparse
 import json
 import os
-import platform
-import resource
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from . import __version__, checkpoint
+from . import checkpoint
+from .bench_engines import Drafting, Models, Variant, make_engine
+from .bench_prompts import HELD_OUT, RANDOM, Prompts, Workload, probe_prompts, random_prompts, read_prompts
+from .bench_report import render, report
+from .bench_runs import BatchResult, SteppedEngine, measure
 from .config import TargetConfig, load_config
-from .engine.config import EngineConfig
-from .engine.engine import Engine
-from .engine.request import Request, Sampling, StepOutput
-from .errors import CheckpointError, ConfigError
+from .draft_loading import DraftFiles, check_options, load_drafter, read_draft
+from .draft_tree import TreeShape
+from .engine.config import EngineConfig, fit_context
+from .errors import CheckpointError, ConfigError, RequestError, TokenizerError
 from .generate import DEFAULT_CONTEXT
-from .loader import model_directory
+from .loader import Placement, load_tokenizer, model_directory, place
 from .model import Target
-
-FIRST_ID = 16  # the ids below are special in many vocabularies
-N_IDS = 8  # tokens of row 0 that are shown, to compare implementations
-MAX_WARM_UP = 3  # runs that may compile
-
-Clock = Callable[[], float]
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is run: `runs` counted runs of `prompt_len` prompt and `gen_len` output tokens for each batch size."""
-
-    batches: tuple[int, ...] = (1, 8, 32)
-    prompt_len: int = 512
-    gen_len: int = 128
-    runs: int = 5
-
-    def __post_init__(self) -> None:
-        for batch in self.batches:
-            if batch < 1:
-                raise ConfigError("batch", batch, "positive integers, separated by commas")
-        if self.prompt_len < 1:
-            raise ConfigError("prompt_len", self.prompt_len, "a positive integer")
-        if self.gen_len < 2:
-            raise ConfigError("gen_len", self.gen_len, "2 or more: the first token belongs to prefill")
-        if self.runs < 1:
-            raise ConfigError("runs", self.runs, "a positive integer")
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Figures of several runs."""
-
-    median: float
-    min: float
-    max: float
-    runs: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        return cls(round(statistics.median(values), 3), round(min(values), 3), round(max(values), 3), len(values))
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run's times in seconds, and its tokens by row."""
-
-    prefill_s: float
-    decode_s: float
-    rows: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class BatchResult:
-    """The figures of one batch size."""
-
-    batch: int
-    compile_s: float  # what the runs that compiled took longer than one that counts
-    n_compiled: int  # programs; a server compiles more, for the sizes that this workload has not
-    warm_up_runs: int  # runs that compiled something
-    prefill_tok_s: Spread
-    decode_tok_s: Spread
-    peak_rss_mb: int  # of the process so far: it only grows from one batch to the next
-    ids: tuple[int, ...]
-    repeatable: bool  # every run made the same tokens
-
-
-class SteppedEngine(Protocol):
-    """What a measurement needs of an engine; see `kimijax.engine.engine.Engine`."""
-
-    def add(self, request: Request) -> None: ...
-    def make_request(self, prompt: Sequence[int], sampling: Sampling) -> Request: ...
-    def prefill_step(self) -> list[StepOutput]: ...
-    def decode_step(self) -> list[StepOutput]: ...
-    def n_compiled(self) -> int: ...
-
-
-def random_prompts(vocab_size: int, batch: int, length: int, seed: int = 0) -> list[list[int]]:
-    """Ids FIRST_ID ... vocab_size - 1 from NumPy's default generator, [batch, length]: the same for every program that
-    draws them so, whatever it is written in. Raises ConfigError for a vocabulary without such ids."""
-    if vocab_size <= FIRST_ID:
-        raise ConfigError("vocab_size", vocab_size, f"more than {FIRST_ID}: prompts are drawn from the ids above")
-    return np.random.default_rng(seed).integers(FIRST_ID, vocab_size, size=(batch, length)).tolist()
-
-
-def run_once(
-    engine: SteppedEngine, prompts: Sequence[Sequence[int]], gen_len: int, clock: Clock = time.perf_counter
-) -> Run:
-    """All prompts, then all decoding.
-
-    Raises:
-      RuntimeError: a row stopped short of gen_len tokens, or the engine stopped making progress.
-    """
-    sampling = Sampling(temperature=0.0, max_tokens=gen_len, ignore_eos=True)
-    requests = [engine.make_request(prompt, sampling) for prompt in prompts]
-    rows: dict[str, list[int]] = {r.id: [] for r in requests}
-    t0 = clock()
-    for request in requests:
-        engine.add(request)
-    # A chunk holds at least one token, so this many steps compute every prompt.
-    for _ in range(sum(len(p) for p in prompts)):
-        _collect(rows, engine.prefill_step())
-        if all(rows.values()):
-            break
-    t1 = clock()
-    while any(len(tokens) < gen_len for tokens in rows.values()):
-        outputs = engine.decode_step()
-        if not outputs:
-            raise RuntimeError(f"the engine stopped after {[len(t) for t in rows.values()]} of {gen_len} tokens")
-        _collect(rows, outputs)
-    t2 = clock()
-    return Run(t1 - t0, t2 - t1, tuple(tuple(tokens) for tokens in rows.values()))
-
-
-def _collect(rows: dict[str, list[int]], outputs: Sequence[StepOutput]) -> None:
-    for output in outputs:
-        rows[output.request_id].extend(output.tokens)
-
-
-def measure(
-    engine: SteppedEngine, prompts: Sequence[Sequence[int]], gen_len: int, runs: int, clock: Clock = time.perf_counter
-) -> BatchResult:
-    """One batch size: runs until one compiles nothing, then `runs` that count.
-
-    Raises:
-      RuntimeError: the engine keeps compiling, so no time is its own.
-    """
-    warm_up: list[Run] = []
-    compiled = -1
-    while (now := engine.n_compiled()) != compiled:
-        if len(warm_up) > MAX_WARM_UP:
-            raise RuntimeError(f"the engine still compiles after {len(warm_up)} equal runs")
-        compiled = now
-        warm_up.append(run_once(engine, prompts, gen_len, clock))
-    done = [run_once(engine, prompts, gen_len, clock) for _ in range(runs)]
-    if engine.n_compiled() != compiled:
-        raise RuntimeError(f"{engine.n_compiled() - compiled} programs were compiled in runs that count")
-    batch, length = len(prompts), len(prompts[0])
-    compiling = [r.prefill_s + r.decode_s for r in warm_up[:-1]]
-    steady = statistics.median(r.prefill_s + r.decode_s for r in done)
-    return BatchResult(
-        batch=batch,
-        compile_s=round(sum(max(s - steady, 0.0) for s in compiling), 2),
-        n_compiled=compiled,
-        warm_up_runs=len(compiling),
-        prefill_tok_s=Spread.of([batch * length / r.prefill_s for r in done]),
-        decode_tok_s=Spread.of([batch * (gen_len - 1) / r.decode_s for r in done]),
-        peak_rss_mb=peak_rss_mb(),
-        ids=done[0].rows[0][:N_IDS],
-        repeatable=all(r.rows == done[0].rows for r in (*warm_up, *done)),
-    )
-
-
-def peak_rss_mb() -> int:
-    """Peak resident memory of this process so far, in 2^20 bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB elsewhere
-    return round(peak / 2**20 if sys.platform == "darwin" else peak / 2**10)
+from .wiring import WiringError
 
 
 def host_gflops(seconds: float = 0.4) -> float:
@@ -208,7 +53,7 @@ def host_gflops(seconds: float = 0.4) -> float:
 
 
 def engine_config(
-    config: TargetConfig, work: Workload, batch: int, context_length: int | None, burst: int
+    config: TargetConfig, work: Workload, batch: int, prompt_len: int, context_length: int | None, burst: int
 ) -> EngineConfig:
     """An engine of exactly `batch` rows.
 
@@ -216,6 +61,7 @@ def engine_config(
       config: the model.
       work: what has to fit.
       batch: rows.
+      prompt_len: tokens of the longest prompt.
       context_length: tokens of a request; None: what the server takes unless told otherwise.
       burst: tokens a decoding program makes.
     Raises:
@@ -224,60 +70,116 @@ def engine_config(
     length = min(DEFAULT_CONTEXT, config.max_positions) if context_length is None else context_length
     if length > config.max_positions:
         raise ConfigError("context_length", length, f"at most the model's {config.max_positions} positions")
-    if work.prompt_len + work.gen_len > length:
-        needed = f"at least prompt_len + gen_len ({work.prompt_len + work.gen_len})"
+    if prompt_len + work.gen_len > length:
+        needed = f"at least prompt_len + gen_len ({prompt_len + work.gen_len})"
         raise ConfigError("context_length", length, needed, "raise it or shorten the prompt")
-    return EngineConfig(max_batch=batch, context_length=length, burst=burst)
+    # The same prompts come again in every run: found in a cache, they would cost nothing.
+    return EngineConfig(max_batch=batch, context_length=length, burst=burst, prefix_cache=False)
 
 
-def load_model(directory: Path, config: TargetConfig, dtype: str) -> tuple[Target, float]:
+def load_model(directory: Path, config: TargetConfig, placement: Placement) -> tuple[Target, float]:
     """The model on the first device, INT4 experts unpacked on a CPU, and the seconds that took."""
     t0 = time.perf_counter()
-    on_cpu = jax.default_backend() == "cpu"
-    model = checkpoint.load(directory, config, dtype=jnp.dtype(dtype), unpack_int4=on_cpu)
+    model = checkpoint.load(directory, config, dtype=placement.dtype, unpack_int4=placement.unpack_int4)
     return model, time.perf_counter() - t0
 
 
-def report(
-    results: Sequence[BatchResult], work: Workload, engine: EngineConfig, facts: dict[str, Any]
-) -> dict[str, Any]:
-    """The JSON object. With one batch size, that one's figures also stand at the top level, so that the line can be a
-    row beside other programs' lines."""
-    row = {
-        "peer": "kimijax",
-        "version": __version__,
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "device": jax.devices()[0].device_kind,
-        "cores": os.cpu_count(),
-        "prompt_len": work.prompt_len,
-        "gen_len": work.gen_len,
-        "context_length": engine.context_length,
-        "burst": engine.burst,
-        **facts,
-        "by_batch": [asdict(r) for r in results],
-    }
-    return row | asdict(results[0]) if len(results) == 1 else row
+@dataclass(frozen=True)
+class _Plan:
+    """What is known before any weight is read."""
+
+    directory: Path
+    config: TargetConfig
+    placement: Placement
+    work: Workload
+    prompts: Prompts
+    files: DraftFiles | None
+    variants: list[Variant]
+    engines: list[EngineConfig]  # of each batch size
+    n_tokens: int | None
+    stop_ids: tuple[int, ...]
 
 
-def render(row: dict[str, Any]) -> Table:
-    """The report as a table; figures are the median and, in brackets, the least and the most of all runs."""
-    shape = (
-        f"prompt {row['prompt_len']}, output {row['gen_len']}, context {row['context_length']}, burst {row['burst']}"
+def _plan(args: argparse.Namespace) -> _Plan:
+    """Raises ConfigError, CheckpointError, TokenizerError or WiringError."""
+    work = Workload(
+        args.batch, args.prompt_len, args.gen_len, args.runs, args.requests, args.temperature, args.ignore_eos
     )
-    machine = f"load before {row['loadavg_before']}, host matmul after {row['probe_gflops']} GFLOP/s"
-    notes = [f"loaded in {row['load_s']} s; {machine}"]
-    table = Table(title=f"{row['model']}: {row['dtype']} on {row['device']}\n{shape}")
-    for header in ("batch", "compile s", "prefill tok/s", "decode tok/s", "peak RSS MB"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for r in row["by_batch"]:
-        spreads = (r["prefill_tok_s"], r["decode_tok_s"])
-        speeds = [f"{s['median']:,.0f} ({s['min']:,.0f}-{s['max']:,.0f})" for s in spreads]
-        table.add_row(str(r["batch"]), str(r["compile_s"]), *speeds, f"{r['peak_rss_mb']:,}")
-        ids = " ".join(map(str, r["ids"]))
-        notes.append(f"batch {r['batch']}, row 0: {ids}" + ("" if r["repeatable"] else " (NOT REPEATABLE)"))
-    table.caption = "\n".join(notes)
-    return table
+    directory = model_directory(args.model)
+    config = load_config(directory, latent_norm_eps=args.latent_norm_eps)
+    placement = place(args.dtype)
+    tokenizer, chat = load_tokenizer(directory, config) if args.draft or args.data != RANDOM else (None, None)
+    files = None
+    if args.draft is not None:
+        files = read_draft(args.draft, directory, config, tokenizer, dtype=placement.dtype)
+    drafting = Drafting(args.k, tuple(args.tree), args.block_verification, args.simulate_acc_len)
+    variants = drafting.variants(files)
+    n_tokens = None if tokenizer is None else tokenizer.vocab_size
+    if args.data == RANDOM:
+        most = max(work.requests or 0, *work.batches)
+        random = random_prompts(config.vocab_size if n_tokens is None else n_tokens, most, work.prompt_len)
+        prompts = Prompts(RANDOM, tuple(map(tuple, random)), is_text=False)
+    elif args.data == HELD_OUT and args.prompts is None:
+        prompts = probe_prompts(None if files is None else files.probe)
+    else:
+        path = Path(args.prompts if args.data == HELD_OUT else args.data)
+        prompts = read_prompts(path, chat, n_tokens or config.vocab_size)
+    context = args.context_length
+    if context is None and len(variants) > 1:  # engines that choose compile all their programs: no more than needed
+        least = -(-(prompts.longest + work.gen_len) // EngineConfig.page_size) * EngineConfig.page_size
+        context = fit_context(least, config.max_positions)
+    sizes = [engine_config(config, work, batch, prompts.longest, context, args.burst) for batch in work.batches]
+    for variant in variants:
+        if variant.options is not None:
+            check_options(files, variant.options, sizes[0].context_length)
+    stop_ids = config.eos_token_ids if tokenizer is None else tokenizer.stop_ids
+    return _Plan(directory, config, placement, work, prompts, files, variants, sizes, n_tokens, tuple(sorted(stop_ids)))
+
+
+def _load(plan: _Plan) -> tuple[Models, float]:
+    """The weights, and the seconds that the target's took."""
+    model, load_s = load_model(plan.directory, plan.config, plan.placement)
+    options, draft = plan.variants[-1].options, None
+    if options is not None:
+        draft = load_drafter(plan.files, options, model, plan.placement)
+    return Models(model, draft, plan.n_tokens, plan.stop_ids), load_s
+
+
+def _measure_batch(plan: _Plan, models: Models, sizes: EngineConfig, console: Console) -> list[BatchResult]:
+    """All variants at one batch size."""
+    batch = sizes.max_batch
+    engines: dict[str, SteppedEngine] = {}
+    spent: dict[str, float] = {}
+    for variant in plan.variants:
+        console.print(f"batch {batch}, {variant.name} drafts: compiling", highlight=False)
+        t0 = time.perf_counter()
+        engines[variant.name] = make_engine(models, sizes, variant)
+        spent[variant.name] = time.perf_counter() - t0
+    console.print(f"batch {batch}: {plan.work.runs} runs of each", highlight=False)
+    return measure(engines, plan.work.of_batch(batch, plan.prompts), plan.work.runs, warm_up_s=spent)
+
+
+def offline(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Carry out the command. Raises ConfigError or CheckpointError, settings before any weight is read."""
+    load_before = os.getloadavg()[0]
+    plan = _plan(args)
+    models, load_s = _load(plan)
+    results = [result for sizes in plan.engines for result in _measure_batch(plan, models, sizes, console)]
+    facts: dict[str, Any] = {
+        "model": str(args.model),
+        "dtype": str(plan.placement.dtype),
+        "load_s": round(load_s, 2),
+        "loadavg_before": round(load_before, 2),
+        "probe_gflops": host_gflops(),
+    }
+    if len(plan.variants) > 1:
+        facts |= {
+            "draft": args.draft,
+            "baseline": "k 0: an engine without a drafter, in the same round of runs",
+            "simulated_acceptance_length": args.simulate_acc_len,
+            "block_verification": args.block_verification,
+        }
+    return report(results, plan.work, plan.prompts, plan.engines[0], facts)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -294,6 +196,24 @@ def _batches(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected integers and commas, such as 1,8,32") from e
 
 
+def _counts(text: str) -> tuple[str, ...]:
+    words = tuple(dict.fromkeys(text.split(",")))
+    if not all(word == "adaptive" or (word.isdecimal() and word == str(int(word))) for word in words):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected numbers of drafts, such as 0,1,3,5,adaptive")
+    return words
+
+
+def _tree(text: str) -> TreeShape:
+    try:
+        depth, top_k, n_tokens = (int(word) for word in text.split(","))
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected DEPTH,TOPK,TOKENS, such as 5,4,16") from e
+    try:
+        return TreeShape(depth, top_k, n_tokens - 1)
+    except ConfigError as e:
+        raise argparse.ArgumentTypeError(str(e)) from e
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = _Parser("python -m kimijax.bench", description="Measure the engine.")
@@ -302,46 +222,48 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", default="nano", help="checkpoint directory, or nano, the model that comes with kimijax")
     p.add_argument("--batch", type=_batches, default=Workload.batches, help="batch sizes, such as 1,8,32")
     p.add_argument("--prompt-len", type=int, default=Workload.prompt_len, help="random ids in each prompt")
-    p.add_argument("--gen-len", type=int, default=Workload.gen_len, help="tokens to generate for each prompt")
+    p.add_argument("--gen-len", type=int, default=Workload.gen_len, help="tokens to generate for each prompt, at most")
     p.add_argument("--runs", type=int, default=Workload.runs, help="runs that count")
+    p.add_argument("--requests", type=int, help="prompts of each run; default: the batch, or all of a text's")
+    p.add_argument("--data", default=RANDOM, help=f"{RANDOM} (ids), {HELD_OUT}, or a file of prompts (.json, .jsonl)")
+    p.add_argument("--prompts", help=f"the file of prompts that --data {HELD_OUT} takes; default: the draft's probe")
+    p.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    p.add_argument("--ignore-eos", action="store_true", help="answer beyond the end of text, too; random prompts do")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on CPUs, else bfloat16")
-    p.add_argument("--context-length", type=int, help=f"default: {DEFAULT_CONTEXT}, or what the model holds if less")
+    p.add_argument(
+        "--context-length",
+        type=int,
+        help=f"default: {DEFAULT_CONTEXT}, or what the model holds if less; with a draft what prompt and output need",
+    )
     p.add_argument("--burst", type=int, default=EngineConfig.burst, help="tokens a decoding program makes at a time")
     p.add_argument("--latent-norm-eps", type=float, help="eps of the q_a and kv_a norms; default: rms_norm_eps")
     p.add_argument("--json", action="store_true", help="one JSON line on stdout instead of the table")
+    d = p.add_argument_group("speculation", "engines to compare with one that has no drafter, in turns")
+    d.add_argument("--draft", help="directory of an EAGLE-3 draft, or nano")
+    d.add_argument(
+        "--k", "--spec-tokens", type=_counts, help="numbers of drafts, such as 1,3,5,adaptive; default: N,adaptive"
+    )
+    d.add_argument(
+        "--tree",
+        type=_tree,
+        action="append",
+        default=[],
+        metavar="DEPTH,TOPK,TOKENS",
+        help="a tree of drafts, TOKENS verified with the root; may be given several times",
+    )
+    d.add_argument("--block-verification", action="store_true", help="accept the drafts of chains as blocks")
+    d.add_argument("--simulate-acc-len", type=float, help="pretend this acceptance length; tokens are no output")
     return top
-
-
-def offline(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Carry out the command. Raises ConfigError or CheckpointError, settings before any weight is read."""
-    load_before = os.getloadavg()[0]
-    work = Workload(args.batch, args.prompt_len, args.gen_len, args.runs)
-    directory = model_directory(args.model)
-    config = load_config(directory, latent_norm_eps=args.latent_norm_eps)
-    engines = [engine_config(config, work, batch, args.context_length, args.burst) for batch in work.batches]
-    prompts = [random_prompts(config.vocab_size, batch, work.prompt_len) for batch in work.batches]
-    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    model, load_s = load_model(directory, config, dtype)
-    results = []
-    for engine, rows in zip(engines, prompts, strict=True):
-        console.print(f"batch {len(rows)}: compiling, then {work.runs} runs", highlight=False)
-        results.append(measure(Engine(model, engine), rows, work.gen_len, work.runs))
-    facts = {
-        "model": str(args.model),
-        "dtype": dtype,
-        "load_s": round(load_s, 2),
-        "loadavg_before": round(load_before, 2),
-        "probe_gflops": host_gflops(),
-    }
-    return report(results, work, engines[0], facts)
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code (2: the model or the settings cannot be measured)."""
     args = parser().parse_args(argv)
+    if args.prompts is not None and args.data == RANDOM:
+        args.data = HELD_OUT
     try:
         row = offline(args, Console(stderr=True))
-    except (ConfigError, CheckpointError) as e:
+    except (ConfigError, CheckpointError, WiringError, TokenizerError, RequestError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     if args.json:

@@ -60,7 +60,11 @@ class Drafting:
           ConfigError: drafts without a draft, or numbers that contradict each other.
         """
         if files is None and self.simulate_acc_len is None:
-            for name, value in (("k", self.counts), ("tree", self.trees), ("block_verification", self.block_verification)):
+            for name, value in (
+                ("k", self.counts),
+                ("tree", self.trees),
+                ("block_verification", self.block_verification),
+            ):
                 if value not in (None, (), False) and value != (PLAIN,):
                     raise ConfigError(name, value, "no such setting without a draft", "name one: --draft DIR or nano")
             return [Variant(PLAIN)]
@@ -68,7 +72,7 @@ class Drafting:
         counts = (str(recommended), ADAPTIVE) if self.counts is None else self.counts
         fixed = [int(k) for k in counts if k not in (PLAIN, ADAPTIVE)]
         out = [Variant(PLAIN), *(Variant(str(k), self._chain(k)) for k in fixed)]
-        out += [Variant(f"tree {t.depth},{t.topk},{t.budget + 1}", self._tree(t)) for t in self.trees]
+        out += [Variant(f"tree {t.depth},{t.top_k},{t.budget + 1}", self._tree(t)) for t in self.trees]
         if ADAPTIVE in counts:
             most = self._chain(max(fixed, default=recommended), adaptive=True)
             out += [Variant(PLAIN_WITH_DRAFTER, most), Variant(ADAPTIVE, most)]
@@ -78,7 +82,7 @@ class Drafting:
         return SpeculativeOptions(ALGORITHM, k, 1, k + 1, adaptive, self.block_verification, self.simulate_acc_len)
 
     def _tree(self, shape: TreeShape) -> SpeculativeOptions:
-        return SpeculativeOptions(ALGORITHM, shape.depth, shape.topk, shape.budget + 1, adaptive=False)
+        return SpeculativeOptions(ALGORITHM, shape.depth, shape.top_k, shape.budget + 1, adaptive=False)
 
 
 class MeasuredEngine(Engine):
@@ -94,7 +98,7 @@ class MeasuredEngine(Engine):
 class _UndraftedEngine(MeasuredEngine):
     """Its drafter sees all tokens and is never asked for one."""
 
-    def _choose(self, requests: Sequence[Request], rules: bool) -> tuple[int, int]:
+    def _choose(self, requests: Sequence[Request], rules: bool, longest: int) -> tuple[int, int]:
         n_rounds = 1 if rules or self._scheduler.wants_prefill else self._programs.most_rounds(0)
         return 0, n_rounds
 
@@ -110,7 +114,7 @@ class Models:
 
 
 def make_engine(models: Models, sizes: EngineConfig, variant: Variant) -> MeasuredEngine:
-    """An engine, ready to be measured; a variant that chooses has compiled and timed its programs, as a server's has."""
+    """An engine, ready to be measured; one that chooses has compiled and timed its programs, as a server's has."""
     if variant.options is None:
         return MeasuredEngine(models.target, sizes, n_tokens=models.n_tokens, stop_ids=models.stop_ids)
     assert models.draft is not None

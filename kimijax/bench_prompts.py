@@ -1,4 +1,4 @@
-"""Prompts of `python -m kimijax.bench`: random ids, a draft's own probe, or a file.
+"""What `python -m kimijax.bench` asks: random ids, a draft's own probe, or prompts from a file.
 
 Drafters are good at text like what they were trained on and at nothing else, so a figure of speculation says little
 without the prompts that it is of. Random ids are the worst case, and prompts that the drafter was not trained on, in
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .bench_runs import Work
 from .chat import ChatTemplate
 from .errors import ConfigError
 from .probe import Probe
@@ -43,6 +44,45 @@ class Prompts:
         return max(map(len, self.ids))
 
 
+@dataclass(frozen=True)
+class Workload:
+    """What is run: `runs` counted runs of up to `gen_len` output tokens a prompt for each batch size.
+
+    Attributes:
+      prompt_len: of random prompts.
+      requests: of each run; None: `batch` random ones, or all prompts of a text, `batch` at least.
+    """
+
+    batches: tuple[int, ...] = (1, 8, 32)
+    prompt_len: int = 512
+    gen_len: int = 128
+    runs: int = 5
+    requests: int | None = None
+    temperature: float = 0.0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for batch in self.batches:
+            if batch < 1:
+                raise ConfigError("batch", batch, "positive integers, separated by commas")
+            if self.requests is not None and self.requests < batch:
+                raise ConfigError("requests", self.requests, f"at least the batch size ({batch})")
+        if self.prompt_len < 1:
+            raise ConfigError("prompt_len", self.prompt_len, "a positive integer")
+        if self.gen_len < 2:
+            raise ConfigError("gen_len", self.gen_len, "2 or more")
+        if self.runs < 1:
+            raise ConfigError("runs", self.runs, "a positive integer")
+        if not 0 <= self.temperature <= 100:
+            raise ConfigError("temperature", self.temperature, "a number from 0 (greedy) to 100")
+
+    def of_batch(self, batch: int, prompts: Prompts) -> Work:
+        """One run at this batch size."""
+        n = self.requests or (max(batch, len(prompts.ids)) if prompts.is_text else batch)
+        ignore_eos = self.ignore_eos or not prompts.is_text
+        return Work(prompts.first(n), batch, self.gen_len, self.temperature, ignore_eos)
+
+
 def random_prompts(vocab_size: int, batch: int, length: int, seed: int = 0) -> list[list[int]]:
     """Ids FIRST_ID ... vocab_size - 1 from NumPy's default generator, [batch, length]: the same for every program that
     draws them so, whatever it is written in. Raises ConfigError for a vocabulary without such ids."""
@@ -52,7 +92,7 @@ def random_prompts(vocab_size: int, batch: int, length: int, seed: int = 0) -> l
 
 
 def probe_prompts(probe: Probe | None) -> Prompts:
-    """The first half of each of the probe's sequences, which are held-out text. ConfigError: a draft without a probe."""
+    """The first half of each of the probe's sequences, which are held-out text. ConfigError: there is no probe."""
     if probe is None:
         fix = "name a file of prompts (--prompts), or measure with --data random"
         raise ConfigError("data", HELD_OUT, "a draft with a probe, whose text is held out", fix)
@@ -91,18 +131,18 @@ def _entries(path: Path, text: str) -> list[Any]:
         raise ConfigError("prompts", str(path), f"JSON, or JSON lines in a file named *.jsonl ({e})") from e
     if not isinstance(data, list):
         raise ConfigError("prompts", f"{path}: {type(data).__name__}", "a list of lists of token ids")
-    return data  # pyright: ignore[reportUnknownVariableType]
+    return data
 
 
 def _prompt(entry: Any, where: str, chat: ChatTemplate | None, vocab_size: int) -> tuple[int, ...]:
-    if isinstance(entry, dict) and entry.keys() >= {"messages"}:  # pyright: ignore[reportUnknownMemberType]
+    if isinstance(entry, dict) and entry.keys() >= {"messages"}:
         return _rendered(entry["messages"], where, chat)
-    ids: Any = entry.get("ids") if isinstance(entry, dict) else entry  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
-    if not isinstance(ids, list) or not ids or not all(type(t) is int and 0 <= t < vocab_size for t in ids):  # pyright: ignore[reportUnknownVariableType]
+    ids: Any = entry.get("ids") if isinstance(entry, dict) else entry
+    if not isinstance(ids, list) or not ids or not all(type(t) is int and 0 <= t < vocab_size for t in ids):
         found = json.dumps(entry)
         expected = f"a list of token ids from 0 to {vocab_size - 1}, or an object with `ids` or `messages`"
         raise ConfigError(where, found if len(found) < 80 else f"{found[:80]}...", expected)
-    return tuple(ids)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+    return tuple(ids)
 
 
 def _rendered(messages: Sequence[Any], where: str, chat: ChatTemplate | None) -> tuple[int, ...]:

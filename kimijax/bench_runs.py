@@ -200,16 +200,17 @@ class _Measured:
         self.warm_up: list[Run] = []
         self.done: list[Run] = []
         self.compiled = -1
+        self.first_compiled = False
 
     def settle(self) -> None:
         """Runs until one compiles nothing. RuntimeError: the engine keeps compiling, so no time is its own."""
-        self.compiled_before = self.engine.n_compiled()
         while (now := self.engine.n_compiled()) != self.compiled:
             if len(self.warm_up) > MAX_WARM_UP:
                 raise RuntimeError(f"the engine still compiles after {len(self.warm_up)} equal runs")
             self.compiled = now
             self.warm_up.append(run_once(self.engine, self.work, self.clock))
-            self.first_compiled = self.engine.n_compiled() != self.compiled_before and len(self.warm_up) == 1
+            if len(self.warm_up) == 1:
+                self.first_compiled = self.engine.n_compiled() != now
 
     def run(self) -> None:
         """One that counts. RuntimeError: it compiled something."""

@@ -33,11 +33,11 @@ class LlamaAttention(nnx.Module):
         c, axes = config, ("heads", "head_dim", "hidden")
         self.config = config
         self.scale = c.head_dim**-0.5
-        self.q = declare((c.n_heads, c.head_dim, 2 * hidden), dtype, axes)
-        self.k = declare((c.n_kv_heads, c.head_dim, 2 * hidden), dtype, axes)
-        self.v = declare((c.n_kv_heads, c.head_dim, 2 * hidden), dtype, axes)
+        self.q = declare((c.n_heads, c.head_dim, 2 * hidden), dtype, axes, inputs=1)
+        self.k = declare((c.n_kv_heads, c.head_dim, 2 * hidden), dtype, axes, inputs=1)
+        self.v = declare((c.n_kv_heads, c.head_dim, 2 * hidden), dtype, axes, inputs=1)
         std = (c.n_heads * c.head_dim) ** -0.5
-        self.o = declare((hidden, c.n_heads, c.head_dim), dtype, ("hidden", "heads", "head_dim"), std=std)
+        self.o = declare((hidden, c.n_heads, c.head_dim), dtype, ("hidden", "heads", "head_dim"), std=std, inputs=2)
 
     def inputs(self, x: jax.Array, columns: slice = slice(None)) -> Inputs:
         """Queries, keys and values before rotation, of u [B, T, 2D] or of those of its columns that x is."""
@@ -62,8 +62,7 @@ class LlamaAttention(nnx.Module):
 
     def output(self, heads: jax.Array) -> jax.Array:
         """[B, T, N, H] to [B, T, D]."""
-        o = self.o[...]
-        return linear(heads.reshape(*heads.shape[:2], -1), o.reshape(o.shape[0], -1))
+        return linear(heads, self.o[...], n_inputs=2)
 
 
 class DraftMLA(MLA):
@@ -73,7 +72,7 @@ class DraftMLA(MLA):
         c = config
         super().__init__(dataclasses.replace(c, hidden=2 * hidden), dtype)
         shape, std = (hidden, c.n_heads, c.v_dim), (c.n_heads * c.v_dim) ** -0.5
-        self.o = declare(shape, dtype, ("hidden", "heads", "head_dim"), std=std)
+        self.o = declare(shape, dtype, ("hidden", "heads", "head_dim"), std=std, inputs=2)
         self.scale = softmax_scale(c)
 
     def inputs(self, x: jax.Array, columns: slice = slice(None)) -> Inputs:

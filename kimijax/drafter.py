@@ -75,7 +75,7 @@ class Drafter(nnx.Module):
         if c.fc_norm:
             shape = (c.n_taps, c.target_hidden)
             self.fc_norm = declare(shape, dtype, ("replicated", "hidden"), mean=1.0, std=0.0)
-        self.fc = declare((d, c.fused_width), dtype, ("hidden", "replicated"))
+        self.fc = declare((d, c.fused_width), dtype, ("hidden", "replicated"), inputs=1)
         self.embed_norm = declare_norm(d, dtype)
         self.hidden_norm = declare_norm(d, dtype)
         if isinstance(c.attention, TargetConfig):
@@ -86,7 +86,7 @@ class Drafter(nnx.Module):
         self.mlp = MLP(d, c.mlp_width, dtype)
         self.norm = declare_norm(d, dtype)
         if own_head:
-            self.lm_head = declare((c.draft_vocab_size, d), dtype, axes)
+            self.lm_head = declare((c.draft_vocab_size, d), dtype, axes, inputs=1)
         else:
             self.lm_head = Borrowed(jax.ShapeDtypeStruct((c.draft_vocab_size, d), dtype), axes=axes)
         self.target_ids = DraftVocabulary(jax.ShapeDtypeStruct((c.draft_vocab_size,), jnp.int32), axes=("replicated",))

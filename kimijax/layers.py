@@ -1,6 +1,10 @@
 """The pieces every layer is made of: declared parameters, the linear product, RMSNorm, the gated MLP."""
 
+import math
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from types import EllipsisType
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +13,62 @@ from flax import nnx
 from .sharding import shard
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class InputFirst:
+    """A weight [*F, *D] of `linear` stored as [D, F]: each group of axes merged, inputs first.
+
+    XLA's CPU compiler multiplies 2 to 16 rows by it in a third of the time that it takes with the inputs last, one row
+    and many rows in the same time. A transpose in the program does not help: the copy would be made in every call.
+    """
+
+    matrix: jax.Array
+    outputs: tuple[int, ...] = field(metadata={"static": True})  # F
+
+    @classmethod
+    def of(cls, w: jax.Array, n_inputs: int) -> Self:
+        """A copy of a weight whose last `n_inputs` axes are D."""
+        outputs = w.shape[: w.ndim - n_inputs]
+        return cls(jnp.moveaxis(w.reshape(math.prod(outputs), -1), 0, 1).copy(), outputs)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.matrix.dtype
+
+    def astype(self, dtype: jnp.dtype) -> Self:
+        return replace(self, matrix=self.matrix.astype(dtype))
+
+    def __getitem__(self, key: EllipsisType | tuple[EllipsisType, slice]) -> Self:
+        """The weight itself at [...], as a parameter's value is asked for; at [..., a:b] for these of its inputs."""
+        return self if key is Ellipsis else replace(self, matrix=self.matrix[key[1]])
+
+
+type Weight = jax.Array | InputFirst
+
+
 def declare(
-    shape: tuple[int, ...], dtype: jnp.dtype, axes: tuple[str, ...], *, mean: float = 0.0, std: float | None = None
+    shape: tuple[int, ...],
+    dtype: jnp.dtype,
+    axes: tuple[str, ...],
+    *,
+    mean: float = 0.0,
+    std: float | None = None,
+    inputs: int = 0,
 ) -> nnx.Param:
     """A parameter before it exists: shape, dtype, logical axes, and the normal distribution of a fresh one.
 
-    `std` defaults to (size of the last axis) ** -0.5, the inverse root of the fan-in.
+    Args:
+      shape: of the array.
+      dtype: of the array.
+      axes: logical axes, one a dimension.
+      mean: of a fresh one.
+      std: of a fresh one; default (size of the last axis) ** -0.5, the inverse root of the fan-in.
+      inputs: how many of the last axes `linear` sums over; 0: no weight of `linear`.
     """
     if len(shape) != len(axes):
         raise ValueError(f"shape {shape} and axes {axes} differ in length")
     std = shape[-1] ** -0.5 if std is None else std
-    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, mean=mean, std=std)
+    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, mean=mean, std=std, inputs=inputs)
 
 
 def declare_norm(width: int, dtype: jnp.dtype, axis: str = "hidden") -> nnx.Param:
@@ -27,13 +76,20 @@ def declare_norm(width: int, dtype: jnp.dtype, axis: str = "hidden") -> nnx.Para
     return declare((width,), dtype, (axis,), mean=1.0, std=0.0)
 
 
-def linear(x: jax.Array, w: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
-    """x [..., D] times w [*F, D] transposed: [..., *F], in `dtype`, by default x's.
+def linear(x: jax.Array, w: Weight, dtype: jnp.dtype | None = None, *, n_inputs: int = 1) -> jax.Array:
+    """x [..., *D] times w [*F, *D] transposed: [..., *F], in `dtype`, by default x's; D are the last `n_inputs` axes.
 
     A single row on a single device is multiplied as a vector: XLA's CPU matrix-vector product streams the weights at
-    memory speed, its one-row matrix product does not. Under a mesh the axes of w are never merged: a split axis that
-    is merged with another would be gathered first.
+    memory speed, its one-row matrix product does not. Under a mesh the axes F are never merged: a split axis that is
+    merged with another would be gathered first.
     """
+    if n_inputs > 1:
+        x = x.reshape(*x.shape[: x.ndim - n_inputs], -1)
+    if isinstance(w, InputFirst):
+        out = jax.lax.dot(x.reshape(-1, x.shape[-1]), w.matrix, preferred_element_type=dtype)
+        return out.reshape(*x.shape[:-1], *w.outputs)
+    if n_inputs > 1:
+        w = w.reshape(*w.shape[: w.ndim - n_inputs], -1)
     if x.size == x.shape[-1] and jax.sharding.get_abstract_mesh().empty:
         flat = w.reshape(-1, w.shape[-1])
         out = jax.lax.dot(flat, x.reshape(-1), preferred_element_type=dtype)
@@ -81,8 +137,8 @@ class MLP(nnx.Module):
     """down(silu(gate x) * up x), the gate and up matrices in one array [2, F, D]."""
 
     def __init__(self, hidden: int, width: int, dtype: jnp.dtype) -> None:
-        self.gate_up = declare((2, width, hidden), dtype, ("gate_up", "ffn", "hidden"))
-        self.down = declare((hidden, width), dtype, ("hidden", "ffn"))
+        self.gate_up = declare((2, width, hidden), dtype, ("gate_up", "ffn", "hidden"), inputs=1)
+        self.down = declare((hidden, width), dtype, ("hidden", "ffn"), inputs=1)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] to [B, T, D]."""

@@ -64,7 +64,7 @@ class Tables(nnx.Module):
         self.config = config
         self.embed = declare((config.vocab_size, config.hidden), dtype, ("vocab", "hidden"), std=1.0)
         self.norm = declare_norm(config.hidden, dtype)
-        self.lm_head = declare((config.vocab_size, config.hidden), dtype, ("vocab", "hidden"))
+        self.lm_head = declare((config.vocab_size, config.hidden), dtype, ("vocab", "hidden"), inputs=1)
 
     def logits(self, h: jax.Array) -> jax.Array:
         """Final norm and head: h [B, T, D] (tap L) to float32 [B, T, V]."""

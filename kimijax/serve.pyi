@@ -2,6 +2,7 @@
 from serve import *
 from serve import answer as answer
 from serve import app as app
+from serve import check as check
 from serve import config as config
 from serve import errors as errors
 from serve import formats as formats
@@ -11,4 +12,6 @@ from serve import prepare as prepare
 from serve import responses as responses
 from serve import service as service
 from serve import shutdown as shutdown
+from serve import speculation_flags as speculation_flags
 from serve import startup as startup
+from serve import status_log as status_log

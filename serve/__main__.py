@@ -2,7 +2,7 @@
 
 What is wrong with the command line, the port or the files (missing and misshapen tensors too) is an error and exit code
 2, before the port answers and before weights are loaded. While they load it answers: /health 200, everything that needs
-the model 503 until it is there.
+the model 503 until it is there. With --check nothing is bound or loaded: see `check`.
 """
 
 import logging

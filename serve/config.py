@@ -41,10 +41,9 @@ def _truth(text: str) -> bool:
     return text == "true"
 
 
-def _flag(help: str, *aliases: str, kind: Any = str, choices: Any = None) -> dict[str, Any]:
-    """Metadata of a field that is a flag: the field's name with dashes. `choices`: a Literal type, or names."""
-    names: Sequence[str] | None = choices if isinstance(choices, list) else get_args(choices) or None
-    return {"help": help, "aliases": aliases, "type": kind, "choices": names}
+def _flag(help: str, *aliases: str, kind: Any = str, choices: Sequence[str] | None = None) -> dict[str, Any]:
+    """Metadata of a field that is a flag: the field's name with dashes."""
+    return {"help": help, "aliases": aliases, "type": kind, "choices": choices}
 
 
 def _switch(help: str, *aliases: str) -> dict[str, Any]:
@@ -99,7 +98,9 @@ class ServerConfig:
     )
     dtype: Dtype = field(
         default="auto",
-        metadata=_flag("of weights and activations; auto is float32 on CPUs, bfloat16 elsewhere", choices=Dtype),
+        metadata=_flag(
+            "of weights and activations; auto is float32 on CPUs, bfloat16 elsewhere", choices=get_args(Dtype)
+        ),
     )
     latent_norm_eps: float | None = field(
         default=None,
@@ -124,7 +125,7 @@ class ServerConfig:
     layer_id_convention: str | None = field(
         default=None,
         metadata=_flag(
-            "whose layer ids another producer's draft has, where its files do not tell", choices=list(CONVENTIONS)
+            "whose layer ids another producer's draft has, where its files do not tell", choices=tuple(CONVENTIONS)
         ),
     )
     speculative_num_steps: int | None = field(
@@ -172,7 +173,7 @@ class ServerConfig:
         default_factory=dict[str, Any],
         metadata=_flag("JSON object of template variables for requests that set none", kind=_json_object),
     )
-    log_level: LogLevel = field(default="info", metadata=_flag("what is logged", choices=LogLevel))
+    log_level: LogLevel = field(default="info", metadata=_flag("what is logged", choices=get_args(LogLevel)))
     decode_log_interval: int = field(
         default=40, metadata=_flag("steps between two lines of load, speed and acceptance; 0 logs none", kind=int)
     )

@@ -270,7 +270,8 @@ def audit_draft(llm: LLM, placement: Placement) -> None:
     elif diagnosis.is_right:
         log.info("draft %s has no probe; on the target's own text %s", draft.name, diagnosis.verdict)
     else:
-        raise WiringError("draft", f"{draft.name} does not run as it was trained\n{diagnosis.verdict}")
+        more = "python -m kimijax.doctor searches further; --layer-id-convention reads a draft's layer ids otherwise"
+        raise WiringError("draft", f"{draft.name} does not run as it was trained\n{diagnosis.verdict}\n{more}")
 
 
 def example(config: ServerConfig, port: int, service: Service) -> str:

@@ -19,7 +19,6 @@ from kimijax.drafter import Drafter
 from kimijax.engine.config import EngineConfig
 from kimijax.engine.engine import Engine
 from kimijax.engine.request import Phase, Request, Sampling, StepOutput, TokenLogprobs
-from kimijax.engine.rule_programs import RulePrograms
 from kimijax.engine.scheduler import Scheduler
 from kimijax.model import Target
 from kimijax.speculative_options import SpeculativeOptions
@@ -82,7 +81,7 @@ def variant(
     engine._state = empty_state(base)
     engine._flight, engine._rule_rows, engine._status = None, None, None
     engine._fresh, engine._undelivered, engine._accepted = set(), [], {}
-    engine._n_output = engine._n_without_guesses = 0
+    engine._n_output = engine._n_without_guesses = engine._n_chosen = 0
     return engine
 
 

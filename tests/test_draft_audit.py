@@ -79,7 +79,7 @@ def test_one_that_is_fed_the_wrong_layers_is_refused(audit: Audit, target: Targe
     """Its ids are those of the layers' inputs, and were read as those of their outputs."""
     with pytest.raises(WiringError, match="does not run as it was trained") as error:
         audit(foreign(tmp_path / "draft", target, "specforge"))
-    assert "trained with: taps 2, 4, 5" in str(error.value)
+    assert "trained with: taps (2, 4, 5)" in str(error.value)
 
 
 def test_one_that_knows_nothing_is_warned_of(audit: Audit, target: Target, caplog: pytest.LogCaptureFixture) -> None:

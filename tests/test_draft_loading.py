@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kimijax
 from kimijax import checkpoint
 from kimijax.acceptance import Acceptance
 from kimijax.config import load_config
@@ -29,6 +30,7 @@ from kimijax.draft_loading import (
     resolve_options,
     stand_in,
 )
+from kimijax.engine.config import EngineConfig
 from kimijax.errors import ConfigError
 from kimijax.loader import NANO, NANO_DRAFTER, Placement, load_tokenizer, place
 from kimijax.model import Target
@@ -155,6 +157,26 @@ def test_a_stand_in_lies_where_its_target_does(target: Target) -> None:
     for path, param in placed.items():
         assert param.get_value().sharding.device_set == set(mesh.devices.flat)
         assert param.get_value().dtype == declared[path].get_value().dtype == jnp.float32
+
+
+@pytest.mark.slow
+def test_a_model_says_the_same_with_its_draft() -> None:
+    question = [{"role": "user", "content": "What does textwrap.dedent do?"}]
+    sizes = EngineConfig(max_batch=1, context_length=256, chunk_size=64)
+    plain, drafted = (kimijax.load("nano", draft=draft, engine=sizes) for draft in (None, "nano"))
+    assert plain.draft is None
+    assert drafted.draft is not None
+    one, two = (m.generate(question, temperature=0.0, max_tokens=40) for m in (plain, drafted))
+    assert (one.token_ids, one.text, one.finish_reason) == (two.token_ids, two.text, two.finish_reason)
+    found = drafted.engine.stats().acceptance
+    assert found.length > 2
+    assert not plain.engine.stats().acceptance.rounds
+    simulated = kimijax.load("nano", engine=sizes, speculation=dataclasses.replace(CHAIN, simulate_acc_len=4.0))
+    assert simulated.draft is not None
+    assert simulated.draft.is_stand_in
+    simulated.generate(question, temperature=0.0, max_tokens=40, ignore_eos=True)
+    assert simulated.engine.stats().acceptance.length == 4
+    assert simulated.engine.stats().simulated
 
 
 # ---- what is served -------------------------------------------------------------------------------------------------

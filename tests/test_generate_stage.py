@@ -306,16 +306,17 @@ def test_a_broken_model_is_told_from_a_bad_answer(
     target: Path, engine: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = begin(out := tmp_path / "run", target, QUESTIONS)
-    real, steps = engine.engine.decode_step, iter(range(99))
+    real, broken = engine.engine.step, list[str]()
 
-    def decode() -> list[Any]:
+    def step() -> list[Any]:
         made = real()
-        if next(steps) == 0:  # the first of the batch has a logit that is not a number
+        if made and not broken:  # the first of the batch has a logit that is not a number
+            broken.append(made[0].request_id)
             engine.engine.cancel(made[0].request_id)
-            made[0] = dataclasses.replace(made[0], tokens=(), finish_reason="abort", error="not a number")
+            made[0] = made[0]._replace(tokens=(), finish_reason="abort", error="not a number")
         return made
 
-    monkeypatch.setattr(engine.engine, "decode_step", decode)
+    monkeypatch.setattr(engine.engine, "step", step)
     assert generate.generate(made, out, never)
     (failed,) = [f for f in lines_of(out, generate.FAILED) if f["reason"] == "abort"]
     assert failed["error"] == "not a number"

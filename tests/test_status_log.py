@@ -13,7 +13,7 @@ from kimijax.engine.engine import EngineStats
 from kimijax.engine.request import Sampling
 from kimijax.engine.runner import EngineRunner
 from kimijax.loader import NANO, load_tokenizer
-from kimijax.serve.status_log import LOOK_INTERVAL, StatusLog, line
+from kimijax.serve import status_log
 from kimijax.speculative_options import SpeculativeOptions
 
 from .fake_engine import FakeEngine
@@ -25,19 +25,19 @@ FIRST = dataclasses.replace(
 
 
 def test_a_line_tells_of_what_came_since_the_last() -> None:
-    assert line(None, IDLE, 1.0) == "0 running, 0 waiting, 0 of 10 pages in use, 0.0 tokens/s"
-    first = line(None, FIRST, 2.0)
+    assert status_log.line(None, IDLE, 1.0) == "0 running, 0 waiting, 0 of 10 pages in use, 0.0 tokens/s"
+    first = status_log.line(None, FIRST, 2.0)
     assert first == "2 running, 1 waiting, 3 of 10 pages in use, 30.0 tokens/s, 25% of prompt tokens from the cache"
     two_drafts = {2: [2, 4, 4]}  # of ten rounds
     status = Status(k=2, speed_up=1.5, drafts=2, length=2.2, break_even=1.46)
     second = dataclasses.replace(FIRST, n_output_tokens=80, n_preempted=1, accepted=two_drafts, speculation=status)
-    assert line(FIRST, second, 2.0) == (
+    assert status_log.line(FIRST, second, 2.0) == (
         "2 running, 1 waiting, 3 of 10 pages in use, 10.0 tokens/s, 1 preempted, acceptance length 2.20 (0.80 0.40), "
         "2 drafts: 1.50 times plain decoding; acceptance length 2.20, which pays from 1.46 on"
     )
     more = {**two_drafts, 3: [0, 0, 0, 10]}
     third = dataclasses.replace(second, accepted=more, simulated=True, speculation=None)
-    assert line(second, third, 2.0).endswith(
+    assert status_log.line(second, third, 2.0).endswith(
         "3 of 10 pages in use, 0.0 tokens/s, SIMULATED acceptance length 4.00 (1.00 1.00 1.00)"
     )
 
@@ -45,7 +45,7 @@ def test_a_line_tells_of_what_came_since_the_last() -> None:
 @pytest.mark.parametrize(("interval", "lines"), [(0, 0), (1, 7), (3, 2)])
 def test_lines_come_every_so_many_steps(interval: int, lines: int, caplog: pytest.LogCaptureFixture) -> None:
     clock = iter(range(100))
-    status = StatusLog(interval, clock=lambda: float(next(clock)))
+    status = status_log.StatusLog(interval, clock=lambda: float(next(clock)))
     with caplog.at_level(logging.INFO, "kimijax.serve.status_log"):
         for step in range(7):
             status(dataclasses.replace(IDLE, n_output_tokens=6 * (step + 1)))
@@ -58,9 +58,9 @@ def test_low_acceptance_is_logged_though_no_lines_are(caplog: pytest.LogCaptureF
     config = load_config(NANO)
     files = read_draft("nano", NANO, config, load_tokenizer(NANO, config)[0])
     draft = LoadedDraft("d", files.declared, SpeculativeOptions("EAGLE3", 3, 1, 4), files.probe, is_stand_in=False)
-    status = StatusLog(0, draft)
-    for step in range(2 * LOOK_INTERVAL):
-        n = WATCHED_ROUNDS * step // LOOK_INTERVAL
+    status = status_log.StatusLog(0, draft)
+    for step in range(2 * status_log.LOOK_INTERVAL):
+        n = WATCHED_ROUNDS * step // status_log.LOOK_INTERVAL
         status(dataclasses.replace(IDLE, accepted={1: [n - n // 2, n // 2]}))
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "the first draft is accepted in 50.0% of the rounds" in caplog.text

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kimijax.engine.config import EngineConfig
-from kimijax.engine.request import Phase, Request, Sampling, StepOutput
+from kimijax.engine.request import Request, Sampling, StepOutput
 from kimijax.errors import ConfigError
 from kimijax.generate import LLM, load
 from kimijax.text_stream import TextStream
@@ -123,7 +123,7 @@ class _Driver:
                 for request_id in self._asked:
                     self._engine.cancel(request_id)
                 return False
-            for output in self._step():
+            for output in self._engine.step():
                 self._feed(output)
 
     def _ask(self, state: Regeneration) -> None:
@@ -150,19 +150,6 @@ class _Driver:
         request = self._engine.make_request(prompt, sampling, id=f"{state.turn} {c.id}")
         self._engine.add(request)
         self._asked[request.id] = _Asked(state, request, self._llm.text_stream(request))
-
-    def _step(self) -> list[StepOutput]:
-        """All prompts that wait, as far as pages go, then one burst: prompts that come one a burst starve it."""
-        outputs: list[StepOutput] = []
-        before = -1
-        requests = [asked.request for asked in self._asked.values()]
-        while any(r.phase in (Phase.WAITING, Phase.PREFILL) for r in requests):
-            cached = sum(r.cached for r in requests)
-            if cached == before:
-                break
-            before = cached
-            outputs += self._engine.prefill_step()
-        return outputs + self._engine.decode_step()
 
     def _feed(self, output: StepOutput) -> None:
         asked = self._asked[output.request_id]

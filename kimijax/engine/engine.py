@@ -25,7 +25,7 @@ from .adaptive import Adaptive, Status
 from .config import EngineConfig, bucket
 from .device import Start
 from .programs import Batch, Programs
-from .request import WIDEST, Constraint, Phase, Request, Sampling, StepOutput, TokenLogprobs
+from .request import WIDEST, Constraint, ConstraintError, Phase, Request, Sampling, StepOutput, TokenLogprobs
 from .rule_programs import RulePrograms, RuleRows
 from .scheduler import PrefillPlan, Scheduler
 from .warm_up import measure_costs, warm_up_programs
@@ -121,7 +121,7 @@ class Engine:
         self._undelivered: list[StepOutput] = []  # made by a step that has not returned yet
         self._rule_rows: tuple[tuple[str, ...], RuleRows] | None = None
         self._last_read = 0.0
-        self._accepted: dict[int, np.ndarray] = {}  # k -> rounds by accepted drafts
+        self._accepted: dict[int, list[int]] = {}  # k -> rounds by accepted drafts
         self._n_output = self._n_without_guesses = 0
         self._n_chosen = 0
         self._status: Status | None = None
@@ -170,6 +170,10 @@ class Engine:
             raise RequestError("prompt", f"found token id {bad[0]}, expected 0 ... {self.n_tokens - 1}")
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self.stop_ids)
         sampling.rules.check(self.n_tokens, stops, WIDEST)
+        if constraint is not None and self._programs.simulated is not None:
+            raise RequestError(
+                "constraint", "acceptance is simulated here: the tokens are no output that could fit one"
+            )
         return Request(
             id=secrets.token_hex(12) if id is None else id,
             prompt=tuple(prompt),
@@ -205,7 +209,7 @@ class Engine:
             p.n_found,
             self._n_output,
             s.n_preempted,
-            {k: counts.tolist() for k, counts in self._accepted.items()},
+            {k: tuple(counts) for k, counts in self._accepted.items()},
             self._n_without_guesses,
             self._status,
             self._programs.simulated is not None,
@@ -312,23 +316,36 @@ class Engine:
         if self._rule_rows is None or self._rule_rows[0] != (*ids, str(size)):
             self._rule_rows = (*ids, str(size)), RuleRows.of(requests, size)
         rows = self._rule_rows[1]
-        constrained = [(i, r.constraint) for i, r in enumerate(requests) if r.constraint is not None]
+        constrained = any(r.constraint is not None for r in requests)
         proposal = None
         if k:
             first = self._rules.all_allowed(size, 1)
             if constrained:
                 first = first.copy()
-                for i, constraint in constrained:
-                    first[i] = constraint.masks(())
+                self._mask(first, requests, [()] * size)
             proposal = self._rules.propose(self._state, batch, rows, first, k)
         masks = self._rules.all_allowed(size, k + 1)
         if constrained:
             masks = masks.copy()
-            guesses = np.asarray(proposal.tokens).tolist() if proposal is not None else [[]] * size
-            for i, constraint in constrained:
-                masks[i] = constraint.masks(guesses[i])
+            guesses = np.asarray(proposal.tokens).tolist() if proposal is not None else [()] * size
+            self._mask(masks, requests, guesses)
         self._state, record, found = self._rules.verify(self._state, batch, rows, proposal, masks, k)
         return record, found
+
+    def _mask(self, masks: np.ndarray, requests: Sequence[Request], guesses: Sequence[Sequence[int]]) -> None:
+        """Fill in what constraints allow along the guesses; a request whose constraint fails ends, alone."""
+        for i, request in enumerate(requests):
+            if request.constraint is None or request.phase is Phase.FINISHED:
+                continue
+            try:
+                masks[i] = request.constraint.masks(guesses[i])
+            except ConstraintError as error:
+                self._give_up(request, str(error))
+
+    def _give_up(self, request: Request, error: str) -> None:
+        request.finish_reason = "abort"
+        self._finish(request)
+        self._undelivered.append(StepOutput(request.id, (), "abort", error))
 
     def _drain(self) -> bool:
         """Read the step that is under way; False if there is none."""
@@ -341,39 +358,51 @@ class Engine:
         now = time.perf_counter()
         seconds = now - max(self._last_read, flight.begun)
         self._last_read = now
-        self._learn(flight, accepted[:n_rounds], produced, seconds)
-        for i, request in enumerate(flight.requests):
+        accepted = accepted[:n_rounds, : len(flight.requests)]
+        if self._adaptive is not None and n_rounds:
+            self._learn(self._adaptive, flight, accepted, seconds)
+        for i, (request, of_row) in enumerate(zip(flight.requests, accepted.T.tolist(), strict=True)):
             if request.phase is Phase.FINISHED:  # cancelled, or found to have ended by the step before
                 continue
             drawn = tokens[i][: produced[i]]
             own = _logprobs(found, i, drawn, request) if found else []
-            self._commit(request, drawn, own, flight.reach)
+            n_new = self._commit(request, drawn, own, flight.reach)
+            if flight.k:
+                self._count(flight, request, of_row, n_new, len(drawn))
         return True
 
-    def _learn(self, flight: _Flight, accepted: np.ndarray, produced: Sequence[int], seconds: float) -> None:
-        """Count what became of the drafts; accepted: int [rounds, B], -1 where there were none."""
-        k, n = flight.k, len(flight.requests)
-        accepted = accepted[:, :n]
-        if k:
-            counted = self._accepted.setdefault(k, np.zeros(k + 1, np.int64))
-            counted += np.bincount(accepted[accepted >= 0], minlength=k + 1)
-            fresh = flight.fresh
-            for request, of_row, n_produced in zip(flight.requests, accepted.T.tolist(), produced, strict=False):
-                own = request.accepted.get(k)
-                if own is None:
-                    own = request.accepted[k] = [0] * (k + 1)
-                n_tokens = request.id in fresh if fresh else 0
-                for a in of_row:
-                    if a >= 0:
-                        own[a] += 1
-                        n_tokens += a + 1
-                if n_produced > n_tokens and flight.logprobs is None:
-                    self._note_broken_drafter(request)
-        if self._adaptive is None or not len(accepted):
-            return
-        costs = self._adaptive.costs
+    def _count(self, flight: _Flight, request: Request, accepted: Sequence[int], n_new: int, n_drawn: int) -> None:
+        """Count a request's rounds with drafts, as long as they began before its end.
+
+        Args:
+          flight: of k drafts a round.
+          request: one of its.
+          accepted: drafts of each round, -1 where there were none.
+          n_new: tokens that came to its output.
+          n_drawn: tokens that were drawn.
+        """
+        k = flight.k
+        own, total = request.accepted.get(k), self._accepted.get(k)
+        if own is None:
+            own = request.accepted[k] = [0] * (k + 1)
+        if total is None:
+            total = self._accepted[k] = [0] * (k + 1)
+        at = 1 if request.id in flight.fresh else 0
+        for a in accepted:
+            if a < 0:
+                continue
+            if at < n_new:
+                own[a] += 1
+                total[a] += 1
+            at += a + 1
+        if n_drawn > at and flight.logprobs is None:
+            self._note_broken_drafter(request)
+
+    def _learn(self, adaptive: Adaptive[Bucket, str], flight: _Flight, accepted: np.ndarray, seconds: float) -> None:
+        """What the step cost and what became of its drafts; accepted: int [rounds, B], -1 where there were none."""
+        k = flight.k
         if not flight.alone:  # the time is not this step's alone
-            seconds = costs.seconds(flight.bucket, k) * len(accepted)
+            seconds = adaptive.costs.seconds(flight.bucket, k) * len(accepted)
         rows: dict[str, list[int]] = {}
         for i, r in enumerate(flight.requests):
             rows.setdefault(_group(r), []).append(i)
@@ -384,7 +413,7 @@ class Engine:
                 by_group = {group: [round[i] for i in own if round[i] >= 0] for group, own in rows.items()}
                 by_group = {group: own for group, own in by_group.items() if own}
             if by_group:
-                self._adaptive.observe(flight.bucket, k, max(seconds / len(accepted), 1e-9), by_group)
+                adaptive.observe(flight.bucket, k, max(seconds / len(accepted), 1e-9), by_group)
 
     def _note_broken_drafter(self, request: Request) -> None:
         """The text is right all the same, but nothing is gained any more."""
@@ -398,8 +427,8 @@ class Engine:
 
     def _commit(
         self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], n_in_flight: int
-    ) -> None:
-        """Record drawn tokens up to the request's end."""
+    ) -> int:
+        """Record drawn tokens up to the request's end; how many those were."""
         before = len(request.output)
         error = None
         if tokens and min(tokens) < 0:
@@ -413,15 +442,18 @@ class Engine:
             request.extend(tokens)
         new = tuple(request.output[before:])
         self._n_output += len(new)
-        if request.constraint is not None:
-            request.constraint.commit(new)
+        if request.constraint is not None and error is None:
+            try:
+                request.constraint.commit(new)
+            except ConstraintError as e:
+                error, request.finish_reason = str(e), "abort"
         self._scheduler.commit(request, n_in_flight)
         if request.finish_reason is not None:
             self._finish(request)
-        elif not new:
-            return
-        own = tuple(logprobs[: len(new)])
-        self._undelivered.append(StepOutput(request.id, new, request.finish_reason, error, own))
+        if new or request.finish_reason is not None:
+            own = tuple(logprobs[: len(new)])
+            self._undelivered.append(StepOutput(request.id, new, request.finish_reason, error, own))
+        return len(new)
 
     def _finish(self, request: Request) -> None:
         self._fresh.discard(request.id)

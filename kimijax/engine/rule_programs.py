@@ -172,6 +172,7 @@ class RulePrograms:
             experts=base.experts,
             rule=base.rule,
             process=shaped,
+            simulated=None if base.simulated is None or not k else jnp.asarray(base.simulated[:k]),
         )
         cache, draft = base.stored(state, slots, rows, table, k + 1)
         offset = jnp.arange(k + 1, dtype=jnp.int32)[None]

@@ -6,6 +6,7 @@ known, `Request.in_flight` how many tokens may have come on top.
 
 import bisect
 import itertools
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -99,9 +100,12 @@ class Scheduler:
         """
         plans: list[PrefillPlan] = []
         budget = self.config.chunk_size
-        unfinished = iter([r for r in self.running if r.phase is Phase.PREFILL])
+        begun = deque(r for r in self.running if r.phase is Phase.PREFILL)
         while budget > 0:
-            request = next(unfinished, None) or self._admit()
+            outranked = bool(begun and self.waiting) and _order(self.waiting[0]) < _order(begun[0])
+            request = self._admit() if outranked or not begun else None
+            if request is None and begun:
+                request = begun.popleft()
             if request is None:
                 break
             start = request.cached
