@@ -16,4 +16,4 @@ from .engine.request import Sampling as Sampling  # noqa: E402
 from .generate import LLM as LLM  # noqa: E402
 from .generate import Completion as Completion  # noqa: E402
 from .generate import Delta as Delta  # noqa: E402
-from .generate import load as load  # noqa: E402
+from .loading import load as load  # noqa: E402

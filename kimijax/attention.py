@@ -132,8 +132,9 @@ class MLA(nnx.Module):
         """
         b, t, n, _ = query.nope.shape
         r = self.config.kv_lora_rank
-        q_latent = jnp.einsum("btnh,nhr->btnr", query.nope, self.k_up[...])
-        q = jnp.concatenate([q_latent, query.rope], axis=-1)
+        # Heads first: XLA's CPU compiler then multiplies the rows by the weights, and not the weights by the rows.
+        q_latent = jnp.einsum("nbth,nhr->nbtr", jnp.moveaxis(query.nope, 2, 0), self.k_up[...])
+        q = jnp.concatenate([jnp.moveaxis(q_latent, 0, 2), query.rope], axis=-1)
         q = q.reshape(b, t * n, -1)
         score = jnp.einsum("bqc,bsc->bqs", q, keys, preferred_element_type=jnp.float32).reshape(b, t, n, -1)
         p = masked_softmax(score * jnp.float32(softmax_scale(self.config)), visible[:, :, None, :])
@@ -141,7 +142,7 @@ class MLA(nnx.Module):
         # The values are the first R columns of the keys; multiplying all columns and cutting the product is free of
         # copies.
         latent = jnp.einsum("bqs,bsc->bqc", p, keys)[..., :r].reshape(b, t, n, r)
-        return jnp.einsum("btnr,nhr->btnh", latent, self.v_up[...])
+        return jnp.moveaxis(jnp.einsum("nbtr,nhr->nbth", jnp.moveaxis(latent, 2, 0), self.v_up[...]), 0, 2)
 
 
 def masked_softmax(score: jax.Array, visible: jax.Array) -> jax.Array:

@@ -36,8 +36,8 @@ from .draft_loading import DraftFiles, check_options, load_drafter, read_draft
 from .draft_tree import TreeShape
 from .engine.config import EngineConfig, fit_context
 from .errors import CheckpointError, ConfigError, RequestError, TokenizerError
-from .generate import DEFAULT_CONTEXT
 from .loader import Placement, load_tokenizer, model_directory, place
+from .loading import DEFAULT_CONTEXT
 from .model import Target
 from .wiring import WiringError
 

@@ -74,8 +74,8 @@ class Drafting:
         out = [Variant(PLAIN), *(Variant(str(k), self._chain(k)) for k in fixed)]
         out += [Variant(f"tree {t.depth},{t.top_k},{t.budget + 1}", self._tree(t)) for t in self.trees]
         if ADAPTIVE in counts:
-            most = self._chain(max(fixed, default=recommended), adaptive=True)
-            out += [Variant(PLAIN_WITH_DRAFTER, most), Variant(ADAPTIVE, most)]
+            most = max(fixed, default=recommended)
+            out += [Variant(PLAIN_WITH_DRAFTER, self._chain(most)), Variant(ADAPTIVE, self._chain(most, adaptive=True))]
         return out
 
     def _chain(self, k: int, *, adaptive: bool = False) -> SpeculativeOptions:
@@ -128,6 +128,6 @@ def make_engine(models: Models, sizes: EngineConfig, variant: Variant) -> Measur
         stop_ids=models.stop_ids,
     )
     engine = make(speculation=variant.options)
-    if variant.options.adaptive and not variant.never_drafts:
+    if variant.options.adaptive:
         engine.warm_up()
     return engine

@@ -6,7 +6,6 @@ out of range, so -1 never reaches an index here: reads of padding are clamped an
 to an index past the end and are dropped.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -57,9 +56,9 @@ class PagedCache:
     def page_size(self) -> int:
         return self.layers[0].shape[1]
 
-    def read(self, table: jax.Array) -> "Window":
-        """All layers' pages of `table` int32 [B, n] as dense rows [B, n * page, R + rope]."""
-        view = PagedView(self, table)
+    def read(self, table: jax.Array, valid: jax.Array | None = None) -> "Window":
+        """All layers' pages of `table` int32 [B, n] as dense rows [B, n * page, R + rope]; cf. `PagedView`."""
+        view = PagedView(self, table, valid)
         return Window(tuple(view.rows(layer) for layer in range(len(self.layers))))
 
     def write(self, rows: tuple[jax.Array, ...], table: jax.Array, positions: jax.Array) -> "PagedCache":
@@ -95,10 +94,15 @@ def _scatter(pages: jax.Array, new: jax.Array, index: jax.Array, offset: jax.Arr
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedView:
-    """A view that gathers one layer's pages when that layer asks: it needs room for one layer at a time."""
+    """A view that gathers one layer's pages when that layer asks: it needs room for one layer at a time.
+
+    Rows behind the valid ones are read as zeros. What lies there is another request's, or what one left behind, and the
+    attention's mask does not keep it out if it is no number: 0 times NaN is NaN.
+    """
 
     cache: PagedCache
     table: jax.Array  # int32 [B, n], padded with -1
+    valid: jax.Array | None = None  # int32 [B], rows that hold this row's tokens; None: all of them
 
     @property
     def length(self) -> int:
@@ -106,7 +110,11 @@ class PagedView:
 
     def rows(self, layer: int) -> jax.Array:
         safe = jnp.clip(self.table, 0, self.cache.n_pages - 1)
-        return self.cache.layers[layer][safe].reshape(self.table.shape[0], self.length, -1)
+        rows = self.cache.layers[layer][safe].reshape(self.table.shape[0], self.length, -1)
+        if self.valid is None:
+            return rows
+        is_valid = jnp.arange(self.length, dtype=jnp.int32)[None] < self.valid[:, None]
+        return jnp.where(is_valid[..., None], rows, jnp.zeros((), rows.dtype))
 
     def at(self, layer: int, positions: jax.Array) -> jax.Array:
         positions, size = jnp.clip(positions, 0, self.length - 1), self.cache.page_size
@@ -115,7 +123,9 @@ class PagedView:
 
     def store(self, layer: int, new: jax.Array, start: jax.Array) -> "PagedView":
         positions = start[:, None] + jnp.arange(new.shape[1], dtype=start.dtype)[None]
-        return dataclasses.replace(self, cache=self.cache.write_layer(layer, new, self.table, positions))
+        cache = self.cache.write_layer(layer, new, self.table, positions)
+        valid = None if self.valid is None else jnp.maximum(self.valid, start + new.shape[1])
+        return PagedView(cache, self.table, valid)
 
 
 @jax.tree_util.register_dataclass

@@ -9,6 +9,9 @@ from .drafter import Drafter, borrow
 from .layers import InputFirst
 from .model import Target
 from .names import parameters
+from .pallas_kernels import ExpertList
+
+MOST_LISTED = 32  # experts: each is a branch to compile and two arrays to hand over in every call
 
 
 def store_input_first(target: Target, drafter: Drafter | None = None) -> None:
@@ -31,6 +34,10 @@ def store_input_first(target: Target, drafter: Drafter | None = None) -> None:
 
 
 def _store(param: nnx.Param) -> None:
-    value, inputs = param.get_value(), param.get_metadata()["inputs"]
-    if inputs and not isinstance(value, InputFirst):
-        param.set_value(InputFirst.of(value, inputs))
+    value, meta = param.get_value(), param.get_metadata()
+    if isinstance(value, InputFirst | ExpertList):
+        return
+    if meta["inputs"]:
+        param.set_value(InputFirst.of(value, meta["inputs"]))
+    elif meta["axes"][0] == "experts" and value.ndim > 2 and value.shape[0] <= MOST_LISTED:
+        param.set_value(ExpertList.of(value))

@@ -23,6 +23,8 @@ from .layers import declare, linear
 from .rope import rotation, softmax_scale
 from .sharding import shard
 
+MOST_APART = 16  # key heads that are attended to one after the other on a CPU: each is compiled
+
 type Inputs = tuple[jax.Array, ...]  # linear maps of u, [B, T, ...] each
 
 
@@ -57,8 +59,21 @@ class LlamaAttention(nnx.Module):
         return heads[..., : self.config.head_dim], heads[..., self.config.head_dim :]
 
     def over(self, query: jax.Array, rows: jax.Array, visible: jax.Array) -> jax.Array:
-        """Attention of queries [B, T, N, H] to rows [B, S, C], visible bool [B, T, S]: [B, T, N, H]."""
-        return attend(query, *self.expand(rows), self.scale, visible)
+        """Attention of queries [B, T, N, H] to rows [B, S, C], visible bool [B, T, S]: [B, T, N, H].
+
+        On a CPU one key head after the other: XLA's compiler would transpose all rows to bring the heads to the front,
+        element by element, which takes longer than the attention.
+        """
+        keys, values = self.expand(rows)
+        m, g = self.config.n_kv_heads, self.config.n_heads // self.config.n_kv_heads
+        on_cpu = jax.default_backend() == "cpu" and jax.sharding.get_abstract_mesh().empty
+        if not on_cpu or m > MOST_APART:
+            return attend(query, keys, values, self.scale, visible)
+        heads = [
+            _attend_to_head(query[:, :, i * g : (i + 1) * g], keys[:, :, i], values[:, :, i], self.scale, visible)
+            for i in range(m)
+        ]
+        return jnp.concatenate(heads, axis=2)
 
     def output(self, heads: jax.Array) -> jax.Array:
         """[B, T, N, H] to [B, T, D]."""
@@ -124,6 +139,14 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, scale: float, visible: jax.
     p = masked_softmax(score * jnp.float32(scale), visible[:, None, None]).astype(v.dtype)
     heads = jnp.einsum("bmgts,bsmv->btmgv", p, v).reshape(b, t, n, v.shape[-1])
     return shard(heads, "batch", "replicated", "heads", "head_dim")
+
+
+def _attend_to_head(q: jax.Array, k: jax.Array, v: jax.Array, scale: float, visible: jax.Array) -> jax.Array:
+    """`attend` of queries [B, T, G, H] to one key head [B, S, H] and its values [B, S, V]: [B, T, G, V]."""
+    b, t, g, _ = q.shape
+    score = jnp.einsum("bqh,bsh->bqs", q.reshape(b, t * g, -1), k, preferred_element_type=jnp.float32)
+    p = masked_softmax(score.reshape(b, t, g, -1) * jnp.float32(scale), visible[:, :, None]).astype(v.dtype)
+    return jnp.einsum("bqs,bsv->bqv", p.reshape(b, t * g, -1), v).reshape(b, t, g, -1)
 
 
 def causal(

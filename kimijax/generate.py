@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 import jax
@@ -16,26 +15,20 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from . import checkpoint
 from .acceptance import Acceptance
 from .chat import ChatTemplate
-from .config import GenerationDefaults, TargetConfig, load_config, load_generation_defaults
-from .draft_loading import LoadedDraft, check_options, load_drafter, read_draft, resolve_options
-from .engine.config import EngineConfig, fit_context
+from .config import GenerationDefaults, TargetConfig
+from .draft_loading import LoadedDraft
 from .engine.engine import Engine
 from .engine.request import FinishReason, Request, Sampling, StepOutput, TokenLogprobs
 from .engine.scheduler import QueueFullError
 from .errors import RequestError
 from .grammar import Grammars, GrammarSpec
-from .loader import load_tokenizer, model_directory, model_name, place
 from .model import Target, check_taps
-from .speculative_options import SpeculativeOptions
 from .text_request import bad_word_ids, with_grammar
 from .text_stream import Delta as Delta
 from .text_stream import TextStream as TextStream
 from .tokenizer import Tokenizer
-
-DEFAULT_CONTEXT = 2048  # tokens of prompt and output, unless the model holds fewer or the caller asks otherwise
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]  # text, token ids, or chat messages
@@ -344,78 +337,4 @@ def _completion(request: Request, deltas: Sequence[Delta]) -> Completion:
         logprobs=tuple(entry for d in deltas for entry in d.logprobs),
         cached_tokens=request.cached_at_start,
         acceptance=request.acceptance,
-    )
-
-
-def load(
-    path: str | Path = "nano",
-    *,
-    draft: str | Path | None = None,
-    speculation: SpeculativeOptions | None = None,
-    layer_id_convention: str | None = None,
-    engine: EngineConfig | None = None,
-    dtype: Any = None,
-    tensor_parallel: int = 1,
-    latent_norm_eps: float | None = None,
-    progress: bool = False,
-) -> LLM:
-    """Load a checkpoint directory, or the embedded "nano".
-
-    Args:
-      path: a Hugging Face checkpoint directory of the family, or "nano".
-      draft: directory of an EAGLE-3 draft of this model, or "nano": tokens are then drafted and verified, which changes
-        how fast they come and nothing else.
-      speculation: how many are drafted, and how they are accepted (`SpeculativeOptions.resolve`); default: as the
-        draft's files recommend.
-      layer_id_convention: how to read the layer ids of another producer's draft, where its files do not tell; a name in
-        `layer_ids.CONVENTIONS`.
-      engine: sizes of the engine; default: a context of DEFAULT_CONTEXT tokens.
-      dtype: of the weights and activations; default bfloat16 on a GPU, float32 on a CPU.
-      tensor_parallel: devices to split the model over.
-      latent_norm_eps: eps of the q_a and kv_a norms; default rms_norm_eps, see `load_config`.
-      progress: show a progress bar on stderr.
-    Raises:
-      ConfigError, WiringError, CheckpointError, TokenizerError, TemplateError: what does not fit, before anything is
-        served; a draft that does not belong to this model too.
-    """
-    directory = model_directory(path)
-    config = load_config(directory, latent_norm_eps=latent_norm_eps)
-    tokenizer, chat = load_tokenizer(directory, config)
-    placement = place(dtype, tensor_parallel)
-    files = None if draft is None else read_draft(draft, directory, config, tokenizer, convention=layer_id_convention)
-    if speculation is None and files is not None:
-        speculation = resolve_options(files)
-    if engine is None:
-        positions = config.max_positions if files is None else min(config.max_positions, files.config.max_positions)
-        engine = EngineConfig(context_length=fit_context(DEFAULT_CONTEXT, positions))
-    if speculation is not None:
-        check_options(files, speculation, engine.context_length)
-    model = checkpoint.load(
-        directory,
-        config,
-        mesh=placement.mesh,
-        dtype=placement.dtype,
-        unpack_int4=placement.unpack_int4,
-        progress=progress,
-    )
-    loaded = None if speculation is None else load_drafter(files, speculation, model, placement, progress=progress)
-    stop_ids = config.eos_token_ids if tokenizer is None else tokenizer.stop_ids
-    return LLM(
-        name=model_name(directory),
-        model=model,
-        engine=Engine(
-            model,
-            engine,
-            drafter=None if loaded is None else loaded.drafter,
-            speculation=speculation,
-            recorded=() if loaded is None else loaded.recorded,
-            n_tokens=None if tokenizer is None else tokenizer.vocab_size,
-            stop_ids=tuple(stop_ids),
-            mesh=placement.mesh,
-        ),
-        tokenizer=tokenizer,
-        chat=chat,
-        defaults=load_generation_defaults(directory),
-        mesh=placement.mesh,
-        draft=loaded,
     )

@@ -8,6 +8,7 @@ This folder imports jax and nothing of kimijax; `kimijax` uses only the names th
 if __name__ == "pallas_kernels":
     raise ImportError("import kimijax.pallas_kernels, not pallas_kernels")
 
+from .experts import ExpertList as ExpertList
 from .experts import dropped_share as dropped_share
 from .experts import experts as experts
 from .int4 import dequantize_int4 as dequantize_int4

@@ -14,8 +14,8 @@ from typing import Any, Literal, NoReturn, cast, get_args
 
 from kimijax.engine.config import EngineConfig
 from kimijax.errors import ConfigError
-from kimijax.generate import DEFAULT_CONTEXT
 from kimijax.layer_ids import CONVENTIONS
+from kimijax.loading import DEFAULT_CONTEXT
 from kimijax.plan import JAX_FRACTION
 
 from .speculation_flags import SpeculationFlags, flag_name

@@ -46,11 +46,13 @@ class Format(ABC):
     """Says what the tokens of log-probabilities are."""
     logprobs: int | None = None
     """How many alternatives to each token are listed; None where no log-probabilities were asked for."""
+    fingerprint: str = FINGERPRINT
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
     def of(cls, service: Service, job: Job) -> Self:
-        return cls(job.id, service.name, service.tokenizer, job.logprobs)
+        fingerprint = f"{FINGERPRINT}-simulated" if service.is_simulated else FINGERPRINT
+        return cls(job.id, service.name, service.tokenizer, job.logprobs, fingerprint)
 
     @property
     @abstractmethod
@@ -86,7 +88,7 @@ class Format(ABC):
             "object": kind,
             "created": self.created,
             "model": self.model,
-            "system_fingerprint": FINGERPRINT,
+            "system_fingerprint": self.fingerprint,
             "choices": choices,
         }
 

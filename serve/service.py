@@ -44,6 +44,11 @@ class Service:
     """Seconds since 1970 at which the model was loaded."""
     speculation: SpeculativeOptions | None = None
 
+    @property
+    def is_simulated(self) -> bool:
+        """Whether acceptance is pretended: what comes out is no answer of the model, and says so."""
+        return self.speculation is not None and self.speculation.is_simulated
+
     @functools.cached_property
     def grammars(self) -> Grammars:
         """Made for the first request that asks for a form; that takes about a second for 160,000 ids."""

@@ -45,7 +45,8 @@ KINDS: Mapping[str, SpeculativeOptions | None] = {
 
 
 @functools.cache
-def _engine(kind: str) -> Engine:
+def engine(kind: str) -> Engine:
+    """One of `KINDS`, the same each time: the owner of its programs."""
     options = KINDS[kind]
     drafter = None if options is None else tiny_drafter()
     return Engine(tiny_target(), TINY, drafter=drafter, speculation=options, n_tokens=VOCAB)
@@ -53,7 +54,7 @@ def _engine(kind: str) -> Engine:
 
 def tiny(kind: str, *, stop_ids: Sequence[int] = (), **sizes: Any) -> Engine:
     """A new engine of one of `KINDS`; sizes as for `variant`."""
-    return variant(_engine(kind), stop_ids=stop_ids, **sizes)
+    return variant(engine(kind), stop_ids=stop_ids, **sizes)
 
 
 def variant(

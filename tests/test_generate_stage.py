@@ -12,7 +12,8 @@ import pytest
 
 from kimijax.engine.config import EngineConfig
 from kimijax.errors import ConfigError
-from kimijax.generate import LLM, load
+from kimijax.generate import LLM
+from kimijax.loading import load
 from kimijax.tokenizer import Tokenizer
 from kimijax.train import answers, conversations, corpus, draft_recipe, generate, packing, regeneration
 

@@ -59,7 +59,6 @@ def expected_output(request: Request) -> tuple[list[int], str]:
     return output, "length"
 
 
-TMP=False
 class Late(np.ndarray):
     """An array that is still on its way to the host."""
 
@@ -446,7 +445,7 @@ class EngineMachine(RuleBasedStateMachine):
         n, a = len(request.prompt), request.acceptance
         begun = [self.programs.rounds_run.get((request.id, n + i), -1) for i in range(1, len(request.output))]
         right = [passed for passed in begun if passed >= 0]
-        if TMP: assert (a.rounds, sum(a.accepted)) == (len(right), sum(right))
+        assert (a.rounds, sum(a.accepted)) == (len(right), sum(right))
 
 
 TestEngineMachine = EngineMachine.TestCase
@@ -464,7 +463,7 @@ def run_to_end(engine: Engine) -> dict[str, list[int]]:
     raise AssertionError("the engine does not come to an end")
 
 
-def test_the_youngest_gives_way_and_keeps_its_output() -> None:
+def test_the_last_gives_way_and_keeps_its_output() -> None:
     engine, _ = make_engine(max_batch=2, context_length=16, page_size=2, n_pages=8, chunk_size=16, burst=2)
     first, second = (engine.make_request([i] * 6, Sampling(max_tokens=10, ignore_eos=True), id=str(i)) for i in (1, 2))
     engine.add(first)
@@ -480,44 +479,79 @@ def test_the_youngest_gives_way_and_keeps_its_output() -> None:
     assert preempted_at
     assert engine._scheduler.waiting[0] is second
     run_to_end(engine)
-    assert first.output == expected_output(first)
-    assert second.output == expected_output(second)
-    assert len(second.output) == 10
+    for request in (first, second):
+        assert (request.output, request.finish_reason) == expected_output(request)
+        assert len(request.output) == 10
+    assert engine.stats().n_preempted >= 1
 
 
-def test_a_step_that_fails_late_delivers_what_it_had_finished() -> None:
-    """A request of one token ends in the prefill of the very step whose decoding fails: its answer must not be lost."""
-    engine, programs = make_engine(max_batch=2, context_length=16, page_size=2)
-    old = engine.make_request([1, 2], Sampling(ignore_eos=True), id="old")
-    engine.add(old)
+@pytest.mark.parametrize("sizes", [{"max_batch": 1}, {"max_batch": 2, "n_pages": 8}], ids=["places", "pages"])
+def test_a_better_priority_takes_the_place_of_a_worse_one(sizes: dict[str, Any]) -> None:
+    """At once, with a step under way too; the one that gave way goes on where it was, after those that come before."""
+    engine, _ = make_engine(context_length=16, page_size=2, chunk_size=16, burst=2, **sizes)
+    requests = {
+        name: engine.make_request([priority] * 10, Sampling(ignore_eos=True, priority=priority), id=name)
+        for name, priority in (("low", 5), ("middle", 3), ("high", 1))
+    }
+    low, middle, high = requests.values()
+    ended: list[str] = []
+    engine.add(low)
     engine.step()
+    assert low.in_flight
+    engine.add(middle)
+    engine.add(high)
+    engine.step()
+    assert (high.phase, low.phase, middle.phase) == (Phase.DECODE, Phase.WAITING, Phase.WAITING)
+    assert len(low.output) == 2
+    while engine.has_work:
+        ended += [o.request_id for o in engine.step() if o.finish_reason]
+        check(engine)
+    assert ended == ["high", "middle", "low"]
+    assert engine.stats().n_preempted == 1
+    assert all((r.output, r.finish_reason) == expected_output(r) for r in requests.values())
+
+
+def test_a_step_that_fails_late_delivers_what_it_had_made() -> None:
+    """A request ends in the step before: it is read in the step whose next program fails, and must not be lost."""
+    engine, programs = make_engine(max_batch=2, context_length=16, page_size=2, n_pages=8, burst=1)
+    old = engine.make_request([1, 2], Sampling(ignore_eos=True), id="old")
     short = engine.make_request([3, 4], Sampling(max_tokens=1), id="short")
+    engine.add(old)
     engine.add(short)
-    programs.failing = "decode"
-    with pytest.raises(RuntimeError, match="injected"):
+    engine.step()
+    assert old.in_flight == short.in_flight == 1
+    drain = engine._drain
+
+    def drained_and_then_raises() -> bool:
+        drain()
+        raise RuntimeError("injected")
+
+    with mock.patch.object(engine, "_drain", drained_and_then_raises), pytest.raises(RuntimeError, match="injected"):
         engine.step()
-    first, second = engine.recover()
-    assert first == StepOutput("short", (next_token([3, 4]),), "stop" if short.output[0] == EOS else "length")
-    assert second.request_id == "old"
-    assert second.finish_reason == "abort"
-    assert second.error
+    assert short.finish_reason is not None
+    first, second, third = engine.recover()
+    assert first == StepOutput("old", (next_token([1, 2]),))
+    assert second == StepOutput("short", (next_token([3, 4]),), "stop" if short.output[0] == EOS else "length")
+    assert (third.request_id, third.finish_reason) == ("old", "abort")
+    assert third.error
     assert engine.recover() == []
     assert not engine.has_work
+    assert programs.failing == ""
     again = engine.make_request([1, 2], Sampling(max_tokens=3))
     engine.add(again)
-    assert run_to_end(engine) == {again.id: expected_output(again)}
+    assert run_to_end(engine) == {again.id: expected_output(again)[0]}
 
 
 def test_waiting_requests_outlive_a_failed_step() -> None:
     engine, programs = make_engine(max_batch=1, context_length=16, page_size=2)
-    requests = [engine.make_request([i], Sampling(max_tokens=4), id=str(i)) for i in range(3)]
+    requests = [engine.make_request([i, i], Sampling(max_tokens=4), id=str(i)) for i in range(3)]
     for request in requests:
         engine.add(request)
     programs.failing = "prefill"
     with pytest.raises(RuntimeError, match="injected"):
         engine.step()
     assert [o.request_id for o in engine.recover()] == ["0"]
-    assert run_to_end(engine) == {r.id: expected_output(r) for r in requests[1:]}
+    assert run_to_end(engine) == {r.id: expected_output(r)[0] for r in requests[1:]}
 
 
 def test_the_queue_has_a_limit_before_the_first_step_too() -> None:
@@ -537,8 +571,8 @@ def test_the_queue_has_a_limit_before_the_first_step_too() -> None:
     [(5, [3, 4, 7, 8, 9], "stop"), (4, [3, 4, 7, 8], "length"), (1000, [3, 4, 7, 8, 9], "stop"), (1, [3], "length")],
 )
 def test_end_inside_a_burst(max_tokens: int, output: list[int], reason: str) -> None:
-    """Two tokens are out; 7, 8, the end token 9 and one more come in one burst: the end token's place decides first."""
-    engine, programs = make_engine(max_batch=1, context_length=64, page_size=8, burst=4)
+    """7, 8, the end token 9 and one more come in one burst: the end token's place decides first."""
+    engine, programs = make_engine(max_batch=1, context_length=64, page_size=8, burst=6)
     script = [3, 4, 7, 8, 9, 11]
     request = engine.make_request([1, 2], Sampling(max_tokens=max_tokens, stop_token_ids=(9,)))
     engine.add(request)
@@ -549,13 +583,12 @@ def test_end_inside_a_burst(max_tokens: int, output: list[int], reason: str) -> 
         return script[made] if made < len(script) else 5
 
     with mock.patch(f"{__name__}.next_token", scripted):
-        found += engine.step()  # draws 3, then a burst of 4
         while engine.has_work:
             found += engine.step()
     assert [t for o in found for t in o.tokens] == output
     assert [o.finish_reason for o in found if o.finish_reason] == [reason]
     assert request.output == output
-    assert programs.config.burst == 4
+    assert programs.config.burst == 6
 
 
 def test_pages_are_counted() -> None:

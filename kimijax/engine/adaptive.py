@@ -301,14 +301,19 @@ class Adaptive[Bucket: Hashable, Group: Hashable]:
         use.since_probe = 0 if choice.k == 0 else use.since_probe + 1
         return choice
 
-    def observe(self, bucket: Bucket, k: int, seconds: float, accepted: Mapping[Group, Sequence[int]]) -> None:
-        """What a round was: its time, and the accepted drafts of each row by group (k = 0: zeros)."""
-        n, total = sum(map(len, accepted.values())), sum(map(sum, accepted.values()))
-        if not n:
-            raise ValueError("found a round without rows, expected at least one")
-        self.tracker.record(k, accepted)
+    def observe(self, bucket: Bucket, k: int, seconds: float, *rounds: Mapping[Group, Sequence[int]]) -> None:
+        """What the rounds of one program were: the time of each, and its accepted drafts of each row by group.
+
+        A k of 0 has zeros for all rows. The time is one measurement, however many rounds it is the mean of.
+        """
         self.costs.observe(bucket, k, seconds)
-        self.allowance.settle(self.costs.relative(bucket)[k], 1 + total / n)
+        cost = self.costs.relative(bucket)[k]
+        for accepted in rounds:
+            n, total = sum(map(len, accepted.values())), sum(map(sum, accepted.values()))
+            if not n:
+                raise ValueError("found a round without rows, expected at least one")
+            self.tracker.record(k, accepted)
+            self.allowance.settle(cost, 1 + total / n)
 
     def status(self, bucket: Bucket, rows: Mapping[Group, int]) -> Status:
         """Estimates for a batch like this; changes nothing."""

@@ -216,8 +216,14 @@ class Engine:
         )
 
     def step(self) -> list[StepOutput]:
-        """Chunks of prompts, if any wait, and a decoding step, if any request decodes; what the step before drew."""
+        """Chunks of prompts, if any wait, and a decoding step, if any request decodes; what the step before drew.
+
+        Without a warm-up the first step makes one where the number of drafts is to be chosen by what it costs.
+        """
         self._undelivered = []
+        if self._adaptive is None and self.speculation is not None and self.speculation.adaptive:
+            log.info("the first step waits for the warm-up: what rounds cost is not measured yet")
+            self.warm_up()
         s = self._scheduler
         while s.outranked():
             if self._drain():
@@ -266,7 +272,7 @@ class Engine:
                 if s.grow(requests, 1):
                     self._preempt()
                     continue
-            size, window = self._bucket(len(requests), longest + p.reach(k, n_rounds))
+            size, window = self._bucket(len(requests), longest + p.touched(k, n_rounds))
             return self._start_decode(requests, p.batch(requests, size, window), rules, k, n_rounds, alone)
         return None
 
@@ -277,7 +283,7 @@ class Engine:
         if k and self._fresh and all(r.id in self._fresh for r in requests):
             return 0, 1  # there is nothing to guess from yet
         if k and self._adaptive is not None:
-            of, groups = self._bucket(len(requests), longest + p.reach(k, p.most_rounds(k))), _groups(requests)
+            of, groups = self._bucket(len(requests), longest + p.touched(k, p.most_rounds(k))), _groups(requests)
             k = self._adaptive.choose(of, groups).k
             self._n_chosen += 1
             if self._n_chosen % _STATUS_INTERVAL == 1:
@@ -407,13 +413,16 @@ class Engine:
         for i, r in enumerate(flight.requests):
             rows.setdefault(_group(r), []).append(i)
         plain = {group: [0] * len(own) for group, own in rows.items()}
+        rounds: list[dict[str, list[int]]] = []
         for round in accepted.tolist():
             by_group = plain
             if k:
                 by_group = {group: [round[i] for i in own if round[i] >= 0] for group, own in rows.items()}
                 by_group = {group: own for group, own in by_group.items() if own}
             if by_group:
-                adaptive.observe(flight.bucket, k, max(seconds / len(accepted), 1e-9), by_group)
+                rounds.append(by_group)
+        if rounds:
+            adaptive.observe(flight.bucket, k, max(seconds / len(accepted), 1e-9), *rounds)
 
     def _note_broken_drafter(self, request: Request) -> None:
         """The text is right all the same, but nothing is gained any more."""
@@ -458,6 +467,9 @@ class Engine:
     def _finish(self, request: Request) -> None:
         self._fresh.discard(request.id)
         self._scheduler.finish(request)
+        if self._flight is not None and not _is_alive(self._flight):
+            # Nothing of it is wanted, and nobody may step for long: read later it would seem to have taken that long.
+            self._flight = None
 
     def _preempt(self) -> None:
         self._fresh.discard(self._scheduler.preempt().id)

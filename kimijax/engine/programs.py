@@ -78,9 +78,10 @@ class ProgramSet:
                 self.rule = BLOCK
             if options.simulate_acc_len is not None:
                 self.simulated = simulated_chances(options.simulate_acc_len, options.num_steps)
-        self.room = max(1, self.most_drafts + 1, 0 if self.shape is None else self.shape.room)
+        self.room = 1 if options is None or drafter is None else options.room
         spare = self.room if self.room > 1 else 0
-        self.windows, self.n_pages = config.windows(spare), config.pages(spare)
+        self.n_pages = config.pages(spare)
+        self.windows = config.windows(max(spare, config.burst) if self.has_drafter else spare)
 
     @property
     def has_drafter(self) -> bool:
@@ -124,12 +125,15 @@ class ProgramSet:
         table[np.arange(n, dtype=np.int32) < of_row[:, None]] = np.fromiter(flat, np.int32, sum(counts))
         return table
 
-    def views(self, state: DeviceState, table: jax.Array) -> tuple[Any, Any]:
-        """Of both caches: copies of the batch's pages, or the pages themselves."""
-        caches = (state.cache, state.draft)
-        if self.dense:
-            return tuple(None if c is None else c.read(table) for c in caches)  # pyright: ignore[reportReturnType]
-        return tuple(None if c is None else PagedView(c, table) for c in caches)  # pyright: ignore[reportReturnType]
+    def views(self, state: DeviceState, table: jax.Array, length: jax.Array) -> tuple[Any, Any]:
+        """Of both caches: copies of the batch's pages, or the pages themselves; `length`: rows that are valid, [B]."""
+
+        def view(cache: PagedCache | None) -> Any:
+            if cache is None:
+                return None
+            return cache.read(table, length) if self.dense else PagedView(cache, table, length)
+
+        return view(state.cache), view(state.draft)
 
     def stored(
         self, state: DeviceState, before: Slots, rows: RowState[Any, Any], table: jax.Array, room: int
@@ -179,14 +183,20 @@ class Programs(ProgramSet):
         return (*(k for k in powers if k < self.most_drafts), self.most_drafts)
 
     def most_rounds(self, k: int) -> int:
-        """Rounds of one program: as many as make `burst` tokens if all drafts pass, one at least."""
-        return max(1, self.config.burst // (k + 1))
+        """Rounds of one program: as many as make about `burst` tokens if half of the drafts pass, one at least."""
+        return self.config.burst if k == 0 else max(1, 2 * self.config.burst // (k + 1))
 
     def reach(self, k: int, n_rounds: int) -> int:
         """Rows from a request's length on that `n_rounds` may write."""
         if k and self.shape is not None:
             return (n_rounds - 1) * (k + 1) + self.shape.room
         return n_rounds * (k + 1)
+
+    def touched(self, k: int, n_rounds: int) -> int:
+        """Rows from a request's length on that the view of such a program must hold, whether or not they are kept."""
+        if k == 0 and self.has_drafter:
+            return self.most_rounds(0)  # the drafter is shown so many tokens, be there fewer
+        return self.reach(k, n_rounds)
 
     def prefill_shapes(self) -> list[tuple[int, int]]:
         """(chunk length, window) of all prefill programs; window 0: a prompt's first chunk."""
@@ -200,7 +210,7 @@ class Programs(ProgramSet):
         c = self.config
         shorter = [n for n in c.chunk_lengths if n < length]
         least = (shorter[-1] if shorter else 0) + 2  # tokens in it, after one row that is there already
-        return least <= window and (c.prefix_cache or c.context_length > c.chunk_size)
+        return least <= window
 
     def prefill(self, state: DeviceState, request: Request, start: int, stop: int, pages: Sequence[int]) -> DeviceState:
         """Compute rows start ... stop - 1 of a request, in both caches; there is a token behind them."""
@@ -248,14 +258,14 @@ class Programs(ProgramSet):
         target, drafter = self.models(leaves)
         chunk, following = ids[:, :-1], ids[:, 1:]
         taps = () if drafter is None else drafter.wiring.taps
-        context = None if first else PagedView(state.cache, table)
+        context = None if first else PagedView(state.cache, table, start)
         hidden, latents = target.prefill(chunk, start, context, taps=taps, experts=self.experts)
         offsets = jnp.arange(chunk.shape[1], dtype=jnp.int32)[None]
         positions = jnp.where(offsets < n_valid, start[:, None] + offsets, -1)
         state = replace(state, cache=state.cache.write(latents, table, positions))
         if drafter is None or state.draft is None:
             return state
-        view = PagedView(state.draft, table)
+        view = PagedView(state.draft, table, start)
         # Rows of padding land behind the prompt, where the rounds write theirs before they look.
         _, view = drafter.decode(following, drafter.fuse(hidden.taps), start, view)
         return replace(state, draft=view.cache)
@@ -281,7 +291,7 @@ class Programs(ProgramSet):
     ) -> tuple[DeviceState, Record]:
         target, drafter = self.models(leaves)
         slots = take_rows(state.slots, places)
-        rows = row_state(slots, *self.views(state, table))
+        rows = row_state(slots, *self.views(state, table, slots.length))
         most = self.most_rounds(k)
         if k == 0:
             chain = None if drafter is None else DraftChain(drafter, self.n_tokens)

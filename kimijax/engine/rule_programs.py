@@ -125,7 +125,7 @@ class RulePrograms:
     ) -> Proposal:
         _, drafter = self._base.models(leaves)
         slots, history = take_rows(state.slots, places), state.history.take(places)
-        _, view = self._base.views(state, table)
+        _, view = self._base.views(state, table, slots.length)
         assert drafter is not None
         assert slots.chain is not None
 
@@ -153,7 +153,7 @@ class RulePrograms:
         base = self._base
         target, drafter = base.models(leaves)
         slots, history = take_rows(state.slots, places), state.history.take(places)
-        rows = row_state(slots, *base.views(state, table))
+        rows = row_state(slots, *base.views(state, table, slots.length))
         guesses = jnp.zeros((places.shape[0], 0), jnp.int32) if proposal is None else proposal.tokens
 
         def shaped(logits: jax.Array) -> jax.Array:

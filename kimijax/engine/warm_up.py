@@ -67,7 +67,7 @@ def measure_costs(programs: Programs, state: DeviceState) -> tuple[DeviceState, 
                 n = programs.most_rounds(k)
                 times: list[float] = []
                 for _ in range(_TIMED):
-                    begin = Start.blank(max(window - programs.reach(k, n) - 1, 0), 1 << 20)
+                    begin = Start.blank(max(window - max(programs.touched(k, n), programs.reach(k, n)) - 1, 0), 1 << 20)
                     for place in range(size):
                         state = programs.start_blank(state, place, begin)
                     jax.block_until_ready(state)

@@ -10,7 +10,7 @@ Implementations by name:
 
 import jax
 
-from .reference import CAPACITY_FACTOR, capacity, dropped_share, reference
+from .reference import CAPACITY_FACTOR, ExpertList, capacity, dropped_share, reference
 
 IMPLEMENTATIONS = {"reference": reference, "capacity": capacity}
 
@@ -19,8 +19,8 @@ def experts(
     x: jax.Array,
     chosen: jax.Array,
     weights: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    gate_up: jax.Array | ExpertList,
+    down: jax.Array | ExpertList,
     gate_up_scale: jax.Array | None = None,
     down_scale: jax.Array | None = None,
     *,
@@ -32,7 +32,8 @@ def experts(
       x: [T, D] float.
       chosen: int32 [T, K], distinct experts per token.
       weights: float32 [T, K].
-      gate_up: [E, 2, F, D] float, or int32 words [E, 2, F, D / 8] (compressed-tensors order) with `gate_up_scale`.
+      gate_up: [E, 2, F, D] float, or int32 words [E, 2, F, D / 8] (compressed-tensors order) with `gate_up_scale`;
+        or an `ExpertList`, then `down` is one too.
       down: [E, D, F] float, or int32 words [E, D, F / 8] with `down_scale`.
       gate_up_scale: bf16 [E, 2, F, D / 32] for INT4 words, else None.
       down_scale: bf16 [E, D, F / 32] for INT4 words, else None.
@@ -48,4 +49,4 @@ def experts(
     return IMPLEMENTATIONS[implementation](x, chosen, weights, gate_up, down, gate_up_scale, down_scale)
 
 
-__all__ = ["CAPACITY_FACTOR", "IMPLEMENTATIONS", "dropped_share", "experts"]
+__all__ = ["CAPACITY_FACTOR", "IMPLEMENTATIONS", "ExpertList", "dropped_share", "experts"]

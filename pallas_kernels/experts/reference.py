@@ -1,7 +1,10 @@
 """jax.numpy implementations of the experts op. Letters: T tokens, K chosen, E experts, D width, F expert width."""
 
+import functools
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -11,27 +14,87 @@ from ..int4 import dequantize_int4
 
 # Measured on a CPU with XLA 0.12, float32, 16 and 64 experts.
 ROW_MAP_LIMIT = 64  # (token, slot) rows up to which one product per row beats a loop over the rows' experts
-UNROLL_LIMIT = 16  # rows up to which the products are written out, in half the map's time; each has to be compiled
+LISTED_LIMIT = 64  # the same for an `ExpertList`
 HEAD_MEAN = 2  # mean rows per expert from which a batched product for the first rows of all experts beats both
 CAPACITY_FACTOR = 1.5
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExpertList:
+    """Float weights [E, *F, D] of E experts as E arrays [D, F], the axes F merged, inputs first.
+
+    XLA's CPU compiler copies a slice of a stacked array before it multiplies by it, which takes as long as the product
+    with one row. An array of its own is read where it lies, by the branch of a conditional.
+    """
+
+    arrays: tuple[jax.Array, ...]
+
+    @classmethod
+    def of(cls, stacked: jax.Array) -> Self:
+        """A copy of [E, *F, D]."""
+        return cls(tuple(one.reshape(-1, one.shape[-1]).T.copy() for one in stacked))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.arrays[0].dtype
+
+    def __getitem__(self, key: EllipsisType) -> Self:
+        """Itself: a parameter's value is asked for at [...]."""
+        return self
+
+
 class _Weights(NamedTuple):
-    """All experts' weights as `experts` takes them; the methods give one expert's as floats."""
+    """All experts' weights as `experts` takes them."""
 
     gate_up: jax.Array
     down: jax.Array
     gate_up_scale: jax.Array | None
     down_scale: jax.Array | None
 
-    def gate_up_of(self, e: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """[2 * F, D]."""
-        w = _expert(self.gate_up, self.gate_up_scale, e, dtype)
-        return w.reshape(-1, w.shape[-1])
+    @property
+    def n_experts(self) -> int:
+        return self.gate_up.shape[0]
 
-    def down_of(self, e: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """[D, F]."""
-        return _expert(self.down, self.down_scale, e, dtype)
+    def head_rows(self, n_rows: int) -> int:
+        """See `_head_rows`. INT4 experts are unpacked one at a time, so they have the loop alone."""
+        return 0 if self.gate_up_scale is not None else _head_rows(n_rows, self.n_experts)
+
+    def is_few(self, n_rows: int) -> bool:
+        return _is_few(n_rows, self.n_experts, self.gate_up_scale is not None)
+
+    def product(self, e: jax.Array, x: jax.Array) -> jax.Array:
+        """x [D] or [n, D] through expert e: [D] or [n, D]."""
+        up = _expert(self.gate_up, self.gate_up_scale, e, x.dtype)
+        h = _times(x, up.reshape(-1, up.shape[-1]))
+        return _times(_gated(h.reshape(*x.shape[:-1], 2, -1)), _expert(self.down, self.down_scale, e, x.dtype))
+
+
+class _Listed(NamedTuple):
+    """The same of an `ExpertList`."""
+
+    gate_up: ExpertList
+    down: ExpertList
+
+    @property
+    def n_experts(self) -> int:
+        return len(self.gate_up.arrays)
+
+    def head_rows(self, n_rows: int) -> int:
+        return 0
+
+    def is_few(self, n_rows: int) -> bool:
+        return n_rows <= LISTED_LIMIT
+
+    def product(self, e: jax.Array, x: jax.Array) -> jax.Array:
+        def through(up: jax.Array, down: jax.Array, x: jax.Array) -> jax.Array:
+            return _gated((x @ up).reshape(*x.shape[:-1], 2, -1)) @ down
+
+        pairs = zip(self.gate_up.arrays, self.down.arrays, strict=True)
+        return lax.switch(e, [functools.partial(through, up, down) for up, down in pairs], x)
+
+
+type _AnyWeights = _Weights | _Listed
 
 
 def _expert(weights: jax.Array, scale: jax.Array | None, e: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -39,6 +102,11 @@ def _expert(weights: jax.Array, scale: jax.Array | None, e: jax.Array, dtype: jn
     if scale is None:
         return one
     return dequantize_int4(one, lax.dynamic_index_in_dim(scale, e, keepdims=False), dtype)
+
+
+def _times(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [D] or [n, D] times w [F, D] transposed."""
+    return w @ x if x.ndim == 1 else x @ w.T
 
 
 def _gated(h: jax.Array) -> jax.Array:
@@ -50,22 +118,19 @@ def reference(
     x: jax.Array,
     chosen: jax.Array,
     weights: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    gate_up: jax.Array | ExpertList,
+    down: jax.Array | ExpertList,
     gate_up_scale: jax.Array | None,
     down_scale: jax.Array | None,
 ) -> jax.Array:
-    """See `experts`. One product a row for few (token, slot) rows, the expert loop for many.
-
-    Few float rows are written out on a CPU. INT4 experts keep the map, whose body unpacks one at a time.
-    """
-    int4 = gate_up_scale is not None
-    w = _Weights(gate_up, down, gate_up_scale, down_scale)
-    if not _is_few(chosen.size, gate_up.shape[0], int4):
-        return _expert_loop(x, chosen, weights, w)
-    if int4 or chosen.size > UNROLL_LIMIT:
-        return _row_map(x, chosen, weights, w)
-    return _unrolled(x, chosen, weights, w)
+    """See `experts`. A row map for few (token, slot) rows, the expert loop for many."""
+    if isinstance(gate_up, ExpertList) or isinstance(down, ExpertList):
+        assert isinstance(gate_up, ExpertList) and isinstance(down, ExpertList)
+        w = _Listed(gate_up, down)
+    else:
+        w = _Weights(gate_up, down, gate_up_scale, down_scale)
+    form = _row_map if w.is_few(chosen.size) else _expert_loop
+    return form(x, chosen, weights, w)
 
 
 def _is_few(n_rows: int, n_experts: int, int4: bool) -> bool:
@@ -75,25 +140,15 @@ def _is_few(n_rows: int, n_experts: int, int4: bool) -> bool:
     return n_rows <= ROW_MAP_LIMIT and _head_rows(n_rows, n_experts) == 0
 
 
-def _row_map(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: _Weights) -> jax.Array:
+def _row_map(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: _AnyWeights) -> jax.Array:
     k = chosen.shape[1]
 
     def row(r: jax.Array) -> jax.Array:
-        e, t = chosen.reshape(-1)[r], r // k
-        h = w.gate_up_of(e, x.dtype) @ lax.dynamic_index_in_dim(x, t, keepdims=False)  # [2 * F]
-        return (w.down_of(e, x.dtype) @ _gated(h.reshape(2, -1))).astype(jnp.float32)
+        one = lax.dynamic_index_in_dim(x, r // k, keepdims=False)
+        return w.product(chosen.reshape(-1)[r], one).astype(jnp.float32)
 
     rows = lax.map(row, jnp.arange(chosen.size, dtype=jnp.int32)).reshape(*chosen.shape, -1)
     return jnp.einsum("tkd,tk->td", rows, weights).astype(x.dtype)
-
-
-def _unrolled(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: _Weights) -> jax.Array:
-    """`_row_map` without its loop."""
-    experts, k = chosen.reshape(-1), chosen.shape[1]
-    h = [w.gate_up_of(experts[r], x.dtype) @ x[r // k] for r in range(chosen.size)]
-    gated = _gated(jnp.stack(h).reshape(chosen.size, 2, -1))
-    rows = jnp.stack([w.down_of(experts[r], x.dtype) @ gated[r] for r in range(chosen.size)])
-    return jnp.einsum("tkd,tk->td", rows.astype(jnp.float32).reshape(*chosen.shape, -1), weights).astype(x.dtype)
 
 
 def _block_rows(n_rows: int, n_experts: int) -> int:
@@ -114,14 +169,14 @@ def _head_rows(n_rows: int, n_experts: int) -> int:
     return math.ceil((mean + 2 * mean**0.5) / 8) * 8
 
 
-def _expert_loop(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: _Weights) -> jax.Array:
+def _expert_loop(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: _AnyWeights) -> jax.Array:
     """Rows sorted by expert, cut into blocks of one expert each; the loop runs over the blocks that exist.
 
-    Where experts have several rows on average, their first rows go through one batched product and the loop takes the
-    rest. INT4 experts are unpacked one at a time, so they have the loop alone.
+    Where experts have several rows on average, the first rows of stacked float ones go through one batched product and
+    the loop takes the rest.
     """
-    (t, k), n_experts = chosen.shape, w.gate_up.shape[0]
-    head = 0 if w.gate_up_scale is not None else _head_rows(t * k, n_experts)
+    (t, k), n_experts = chosen.shape, w.n_experts
+    head = w.head_rows(t * k)
     block = _block_rows(t * k, n_experts)
     n_blocks = t * k // block + n_experts  # enough for any routing: each expert wastes less than one block
     n_head, n_slots = n_experts * head, n_experts * head + n_blocks * block
@@ -139,12 +194,11 @@ def _expert_loop(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: _Weight
     def step(b: jax.Array, out: jax.Array) -> jax.Array:
         e, at = expert_of_block[b], n_head + b * block
         rows = x[lax.dynamic_slice_in_dim(token_of_slot, at, block)]  # [block, D]
-        h = rows @ w.gate_up_of(e, x.dtype).T  # [block, 2 * F]
-        y = _gated(h.reshape(block, 2, -1)) @ w.down_of(e, x.dtype).T  # [block, D]
+        y = w.product(e, rows)
         return lax.dynamic_update_slice_in_dim(out, y, at, 0)
 
     padded = jnp.zeros((n_slots, x.shape[1]), x.dtype)
-    if head:
+    if isinstance(w, _Weights) and head:
         first = _batched(x[token_of_slot[:n_head]].reshape(n_experts, head, -1), w.gate_up, w.down)
         padded = lax.dynamic_update_slice_in_dim(padded, first.reshape(n_head, -1), 0, 0)
     padded = lax.fori_loop(0, last_block[-1], step, padded)
@@ -211,12 +265,14 @@ def capacity(
     x: jax.Array,
     chosen: jax.Array,
     weights: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    gate_up: jax.Array | ExpertList,
+    down: jax.Array | ExpertList,
     gate_up_scale: jax.Array | None,
     down_scale: jax.Array | None,
 ) -> jax.Array:
     """See `experts`: CAPACITY_FACTOR times the mean rows per expert, in one batched product; the rest is dropped."""
+    if isinstance(gate_up, ExpertList) or isinstance(down, ExpertList):
+        raise NotImplementedError("experts implementation 'capacity' trains stacked weights, not a list of experts")
     if gate_up_scale is not None or down_scale is not None:
         raise NotImplementedError("experts implementation 'capacity' trains float weights, not INT4 words")
     n_experts, (t, k) = gate_up.shape[0], chosen.shape
