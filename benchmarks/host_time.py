@@ -5,8 +5,8 @@
     python -m benchmarks.host_time --profile 25        # where the time goes, by function
 
 Run from the root of the repository. `step_us` is the time of `Engine.step`: planning, book-keeping, reading of what was
-drawn. Requests end and are replaced all the time; `turnover_us` are the steps alone in which a prompt was begun, and
-`intake_us` is the time of `make_request` and `add`, which come between steps.
+drawn. Requests end and are replaced all the time; `turnover_us` are the steps in which a request begins, `steady_us`
+the others. `intake_us` is the time of `make_request` and `add`, which come between steps.
 
 Without --real, programs are replaced by records that were made before, in which a random number of drafts passes: what
 is left is the host, and `cpu_us` the processor time of its thread, which another process that takes the core away does
@@ -128,7 +128,8 @@ class Times:
 
     steps: list[float] = field(default_factory=list[float])
     cpu: list[float] = field(default_factory=list[float])  # of the engine's thread
-    turnover: list[float] = field(default_factory=list[float])
+    steady: list[float] = field(default_factory=list[float])  # of steps in which no request begins
+    turnover: list[float] = field(default_factory=list[float])  # of the others
     intake: list[float] = field(default_factory=list[float])
     dispatch: list[float] = field(default_factory=list[float])
     tokens: int = 0
@@ -193,8 +194,7 @@ class Load:
                 times.dispatch.append(called)
             times.steps.append(seconds)
             times.cpu.append(cpu)
-            if turned:
-                times.turnover.append(seconds)
+            (times.turnover if turned else times.steady).append(seconds)
             times.tokens += sum(len(o.tokens) for o in outputs)
 
 
@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--burst", type=int, default=EngineConfig.burst)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--prompt-len", type=int, default=64)
-    parser.add_argument("--gen-len", type=int, default=256, help="mean output tokens of a request")
+    parser.add_argument("--gen-len", type=int, default=1024, help="mean output tokens of a request")
     parser.add_argument("--context-length", type=int, default=2048)
     parser.add_argument("--real", action="store_true", help="run the programs, too")
     parser.add_argument("--profile", type=int, metavar="N", help="print the N most expensive functions on stderr")
@@ -249,6 +249,7 @@ def main() -> None:
         "tokens_a_step": round(times.tokens / len(times.steps), 1),
         "step_us": microseconds(times.steps),
         "cpu_us": None if args.real else microseconds(times.cpu),
+        "steady_us": microseconds(times.steady),
         "turnover_us": microseconds(times.turnover),
         "intake_us": microseconds(times.intake),
         "dispatch_us": microseconds(times.dispatch) if args.real else None,

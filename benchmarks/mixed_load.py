@@ -1,6 +1,7 @@
 """A server's day in minutes: requests of all kinds come and go, and nothing may be compiled once the engine is warm.
 
     python -m benchmarks.mixed_load --seconds 600
+    python -m benchmarks.mixed_load --seconds 600 --fixed      # drafts in every round, although random ids seldom pay
 
 Run from the root of the repository. kimi-nano with its drafter answers requests that arrive at random: prompts of all
 lengths, some with a beginning that others have too, greedy and sampled, with seeds, penalties, biases, bad words, stop
@@ -19,19 +20,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from kimijax import checkpoint
+import kimijax
 from kimijax.bench import host_gflops
-from kimijax.config import load_config
-from kimijax.draft_checkpoint import load_draft
-from kimijax.draft_record import read_record
 from kimijax.engine.config import EngineConfig
 from kimijax.engine.engine import Engine
 from kimijax.engine.request import Request, Sampling
 from kimijax.engine.scheduler import QueueFullError
-from kimijax.loader import NANO, NANO_DRAFTER, load_tokenizer
 from kimijax.speculative_options import SpeculativeOptions
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -69,21 +65,11 @@ class EveryOther:
 
 def make_engine(args: argparse.Namespace) -> Engine:
     """kimi-nano with its drafter, or without (--k 0)."""
-    config = load_config(NANO)
-    tokenizer, _ = load_tokenizer(NANO, config)
-    assert tokenizer is not None, "nano has a tokenizer"
-    model = checkpoint.load(NANO, config, dtype=jnp.dtype("float32"), unpack_int4=True)
-    drafter = options = None
-    if args.k:
-        record = read_record(NANO_DRAFTER)
-        assert record is not None, "nano's drafter carries a record"
-        drafter = load_draft(NANO_DRAFTER, record.contract.wiring, model, dtype=jnp.float32)
-        options = SpeculativeOptions("EAGLE3", args.k, 1, args.k + 1)
+    options = SpeculativeOptions("EAGLE3", args.k, 1, args.k + 1, adaptive=not args.fixed) if args.k else None
     page = EngineConfig.page_size
     n_pages = max(args.context_length // page + 1, round(args.batch * args.context_length / page * args.pool))
     sizes = EngineConfig(args.batch, args.context_length, n_pages=n_pages, max_queued=4 * args.batch)
-    stop_ids = tuple(tokenizer.stop_ids)
-    return Engine(model, sizes, drafter=drafter, speculation=options, n_tokens=tokenizer.vocab_size, stop_ids=stop_ids)
+    return kimijax.load("nano", draft="nano" if args.k else None, speculation=options, engine=sizes).engine
 
 
 class Traffic:
@@ -199,12 +185,13 @@ def _arrive(engine: Engine, request: Request, live: set[str], counts: Counter[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="in which requests arrive")
-    parser.add_argument("--rate", type=float, default=8.0, help="requests a second")
+    parser.add_argument("--rate", type=float, default=20.0, help="requests a second")
     parser.add_argument("--cancels", type=float, default=0.02, help="chance of one in each step")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--context-length", type=int, default=1024)
     parser.add_argument("--pool", type=float, default=0.4, help="share of the pages that a full batch could fill")
     parser.add_argument("--k", type=int, default=3, help="drafts at most; 0: no drafter")
+    parser.add_argument("--fixed", action="store_true", help="always --k drafts, whether they pay or not")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=float, default=30.0, metavar="SECONDS")
     args = parser.parse_args()
@@ -218,7 +205,13 @@ def main() -> None:
         raise RuntimeError("JAX told of no compilation while the engine warmed up: the event has another name")
     row = run(engine, args, compilations)
     row |= {"warm_up_s": round(warm_up_s, 1), "programs": engine.n_compiled()}
-    row |= {"k": args.k, "batch": args.batch, "rate": args.rate, "context_length": args.context_length}
+    row |= {
+        "k": args.k,
+        "adaptive": not args.fixed,
+        "batch": args.batch,
+        "rate": args.rate,
+        "context_length": args.context_length,
+    }
     row |= {"loadavg_before": round(load_before, 2), "probe_gflops": host_gflops()}
     print(json.dumps(row))
 

@@ -53,9 +53,9 @@ def render(row: dict[str, Any]) -> Table:
     compares = any(r["k"] != PLAIN for r in row["by_batch"])
     names = ("batch", "compile s", "prefill tok/s", "decode tok/s", "peak RSS MB")
     if compares:
-        names = ("batch", "drafts", "decode tok/s", "x plain", "length", "by position")
+        names = ("batch", "drafts", "tok/s", "x plain", "length", "by position")
     for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=name != "by position")
     notes = [f"loaded in {row['load_s']} s; {machine}"]
     if row.get("simulated_acceptance_length") is not None:
         notes.append(f"SIMULATED acceptance length {row['simulated_acceptance_length']}: no real output")

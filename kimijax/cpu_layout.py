@@ -1,9 +1,12 @@
-"""How weights lie in memory on a CPU: those of `layers.linear` with their inputs first.
+"""How float32 weights lie in memory on a CPU: what `layers.linear` multiplies by with its inputs first, experts apart.
 
-Made once, after loading; files, training and meshes know the declared form alone.
+Made once, after loading. Files, training, meshes and GPUs know the declared form alone.
 """
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from .drafter import Drafter, borrow
 from .layers import InputFirst
@@ -11,33 +14,34 @@ from .model import Target
 from .names import parameters
 from .pallas_kernels import ExpertList
 
-MOST_LISTED = 32  # experts: each is a branch to compile and two arrays to hand over in every call
+MOST_LISTED = 32  # experts of a layer: each is a branch to compile, and two arrays to hand over in every call
 
 
-def store_input_first(target: Target, drafter: Drafter | None = None) -> None:
-    """Replace every weight of `linear` by an `InputFirst`, one at a time, so that memory grows by the largest alone.
+def arrange_for_cpu(target: Target, drafter: Drafter | None = None, *, mesh: Mesh | None = None) -> None:
+    """Replace weights by the forms that a CPU multiplies fastest, one at a time; nothing on a GPU or under a mesh.
 
-    What the drafter borrows stays the target's own. A filled model on one device is meant: it cannot be saved, trained
-    or sharded afterwards.
+    What the drafter borrows stays the target's own. A model so arranged cannot be saved, trained or placed on a mesh
+    any more. Doing it again changes nothing, so that a drafter may follow later.
 
     Args:
-      target: filled, in float32.
+      target: filled.
       drafter: filled; it borrows from this target, if from any.
+      mesh: that the parameters lie on; None: one device.
     """
+    if mesh is not None or jax.default_backend() != "cpu":
+        return
     for model in (target, drafter):
-        if model is None:
-            continue
-        for param in parameters(model).values():
-            _store(param)
+        for param in () if model is None else parameters(model).values():
+            _arrange(param)
     if drafter is not None:
         borrow(drafter, target)
 
 
-def _store(param: nnx.Param) -> None:
+def _arrange(param: nnx.Param) -> None:
     value, meta = param.get_value(), param.get_metadata()
-    if isinstance(value, InputFirst | ExpertList):
-        return
+    if not isinstance(value, jax.Array) or value.dtype != jnp.float32:
+        return  # arranged already, or of a type whose products gain nothing
     if meta["inputs"]:
-        param.set_value(InputFirst.of(value, meta["inputs"]))
+        param.set_value(jax.block_until_ready(InputFirst.of(value, meta["inputs"])))
     elif meta["axes"][0] == "experts" and value.ndim > 2 and value.shape[0] <= MOST_LISTED:
-        param.set_value(ExpertList.of(value))
+        param.set_value(jax.block_until_ready(ExpertList.of(value)))

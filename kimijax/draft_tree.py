@@ -20,7 +20,7 @@ the target's features, as that of a chain does.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -154,7 +154,7 @@ class DraftTree[View: CacheView](DraftChain[View]):
         shape.check(drafter.config)
         self.shape = shape
 
-    def grow(self, state: ChainState[View], length: jax.Array) -> Tree:
+    def grow(self, state: ChainState[View], length: jax.Array) -> tuple[Tree, ChainState[View]]:
         """The best nodes after `length` (int32 [B]) cached tokens and the token drawn last.
 
         The rows of level i + 2's parents follow from length + i * K on; they see the true rows and, of those, their
@@ -178,7 +178,7 @@ class DraftTree[View: CacheView](DraftChain[View]):
             source = chosen // top_k
             feedback, seen = _take(out.feedback, source), _take(seen, source)
             beam_tokens, beams = _take(ids, chosen), chosen + (top_k + i * top_k**2)
-        return best_nodes(levels, self.shape.budget)
+        return best_nodes(levels, self.shape.budget), replace(state, view=view)
 
     def _level(
         self, tokens: jax.Array, features: jax.Array, length: jax.Array, i: int, seen: jax.Array, view: View
@@ -275,7 +275,7 @@ def tree_round[View: CacheView](
       What was done, the guesses of all nodes, tokens up to depth + 1; and the rows after it.
     """
     depth = proposer.shape.depth
-    tree = proposer.grow(state.proposer, state.length)
+    tree, draft = proposer.grow(state.proposer, state.length)
     ids = jnp.maximum(jnp.concatenate([state.token[:, None], tree.tokens], axis=1), 0)
     ancestors = tree.ancestors(depth)
     hidden, view = target.decode(
@@ -291,7 +291,7 @@ def tree_round[View: CacheView](
     view = pack(view, target.config.n_layers, state.length, nodes)
     taps = {tap: _take(h, nodes) for tap, h in hidden.taps.items()}
     committed = committed_tokens(found, budget, ends)
-    proposed = proposer.observe(state.proposer, taps, found.tokens, state.length, committed)
+    proposed = proposer.observe(draft, taps, found.tokens, state.length, committed)
     made = Round(tree.tokens, found.accepted, found.tokens, committed)
     return made, after_round(state, found, committed, view, proposed)
 

@@ -40,7 +40,7 @@ class InputFirst:
 
     def __getitem__(self, key: EllipsisType | tuple[EllipsisType, slice]) -> Self:
         """The weight itself at [...], as a parameter's value is asked for; at [..., a:b] for these of its inputs."""
-        return self if key is Ellipsis else replace(self, matrix=self.matrix[key[1]])
+        return replace(self, matrix=self.matrix[key[1]]) if isinstance(key, tuple) else self
 
 
 type Weight = jax.Array | InputFirst

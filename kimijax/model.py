@@ -140,6 +140,41 @@ class Target(Tables):
 
         return self.run(ids, positions, attend, taps, experts), tuple(new)
 
+    def prefill_into[View: CacheView](
+        self,
+        ids: jax.Array,
+        start: jax.Array,
+        cached: View,
+        *,
+        first: bool,
+        taps: Sequence[int] = (),
+        experts: str = "reference",
+    ) -> tuple[Hidden, View]:
+        """`prefill` that stores the chunk's latents, padding and all, at `start` and behind.
+
+        A layer stores before it reads, so that XLA can update a donated cache in place: with all writes at the end it
+        would keep a second cache to read from.
+
+        Args:
+          ids: int32 [B, T].
+          start: int32 [B].
+          cached: view of the cache.
+          first: every start is 0, and there is no context to attend to.
+          taps: which residual streams to return.
+          experts: implementation of the expert product.
+        """
+        positions = start[:, None] + jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+
+        def attend(layer: int, mla: MLA, query: Query, latents: jax.Array) -> jax.Array:
+            nonlocal cached
+            cached = cached.store(layer, latents, start)
+            if first:
+                return mla.expanded(query, latents)
+            return mla.expanded(query, latents, cached.rows(layer).astype(latents.dtype), start)
+
+        hidden = self.run(ids, positions, attend, taps, experts)
+        return hidden, cached
+
     def decode[View: CacheView](
         self,
         ids: jax.Array,

@@ -18,7 +18,7 @@ All of it is pure functions of arrays of fixed shapes, for any view of a cache; 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -158,8 +158,8 @@ class DraftChain[View: CacheView]:
             known = state.ready & (ids >= 0)
             tokens.append(jnp.where(known, d.to_target(jnp.maximum(ids, 0)), NO_TOKEN))
             q.append(p)
-        # Not the view: what the guesses left in it counts for nothing.
-        return Proposal(jnp.stack(tokens, axis=1), jnp.stack(q, axis=1), own), state
+        # On with the view, although what the guesses left in it counts for nothing: XLA would copy the one before.
+        return Proposal(jnp.stack(tokens, axis=1), jnp.stack(q, axis=1), own), replace(state, view=view)
 
     def observe(
         self,
@@ -369,11 +369,8 @@ def prefill_chunk[S, View: CacheView](
     """
     chunk, following = ids[:, :-1], ids[:, 1:]
     t = chunk.shape[1]
-    context = None if first else state.view
-    hidden, latents = target.prefill(chunk, start, context, taps=proposer.taps, experts=experts)
-    view = state.view
-    for layer, new in enumerate(latents):
-        view = view.store(layer, new, start)
+    taps = proposer.taps
+    hidden, view = target.prefill_into(chunk, start, state.view, first=first, taps=taps, experts=experts)
     last = n_prompt - 1 - start
     here = (last >= 0) & (last < t)
     logits = target.logits(entry(hidden.last, jnp.clip(last, 0, t - 1))[:, None])[:, 0]

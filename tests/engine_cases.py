@@ -4,10 +4,11 @@
 weights is another engine around the same programs (`variant`), which costs a copy of the empty state.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,25 +37,53 @@ class OneSize(EngineConfig):
 
 TINY = OneSize(max_batch=8, context_length=60, page_size=4, chunk_size=16, burst=8)
 K = 3
+FEW_ROWS = 80  # fewer than eight requests fill, and more than one does
 KINDS: Mapping[str, SpeculativeOptions | None] = {
     "plain": None,
     "chain": SpeculativeOptions("EAGLE3", K, 1, K + 1, adaptive=False),
     "tree": SpeculativeOptions("EAGLE3", K, 3, 9, adaptive=False),
+    "paged": SpeculativeOptions("EAGLE3", K, 1, K + 1, adaptive=False),
+    "small pages": SpeculativeOptions("EAGLE3", K, 2, 7, adaptive=False),
+    "page of 16": SpeculativeOptions("EAGLE3", K, 4, 9, adaptive=False),
     "block": SpeculativeOptions("EAGLE3", K, 1, K + 1, adaptive=False, block_verification=True),
 }
+
+
+# Where they are not TINY's.
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "paged": {"decode_view": "paged"},
+    "small pages": {"page_size": 1},
+    "page of 16": {"page_size": 16, "context_length": 64},
+}
+
+
+@contextlib.contextmanager
+def quickly_compiled() -> Iterator[None]:
+    """XLA leaves out most of what makes programs fast: half of the time that these tests take is compilation."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 @functools.cache
 def engine(kind: str) -> Engine:
     """One of `KINDS`, the same each time: the owner of its programs."""
-    options = KINDS[kind]
+    options, config = KINDS[kind], dataclasses.replace(TINY, **SIZES.get(kind, {}))
     drafter = None if options is None else tiny_drafter()
-    return Engine(tiny_target(), TINY, drafter=drafter, speculation=options, n_tokens=VOCAB)
+    return Engine(tiny_target(), config, drafter=drafter, speculation=options, n_tokens=VOCAB)
 
 
 def tiny(kind: str, *, stop_ids: Sequence[int] = (), **sizes: Any) -> Engine:
     """A new engine of one of `KINDS`; sizes as for `variant`."""
     return variant(engine(kind), stop_ids=stop_ids, **sizes)
+
+
+def few_pages(kind: str, **sizes: Any) -> dict[str, Any]:
+    """Sizes with which requests of a full batch have to give way."""
+    return {"n_pages": FEW_ROWS // engine(kind).config.page_size, **sizes}
 
 
 def variant(
@@ -161,6 +190,11 @@ def serve_all(
     requests = [engine.make_request(p, s, id=f"r{i}") for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
     answers = serve(engine, [(0, r) for r in requests], **options)
     return [answers[r.id] for r in requests]
+
+
+def step_often(engine: Engine, n: int) -> None:
+    for _ in range(n):
+        engine.step()
 
 
 def serve_one(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Answer:

@@ -122,7 +122,7 @@ def grown(drafter: Drafter, state: ChainState[Window], length: jax.Array, shape:
     graph, leaves = nnx.split(drafter)
 
     def grow(leaves: Any, state: ChainState[Window]) -> Tree:
-        return DraftTree[Window](nnx.merge(graph, leaves), n_tokens, shape).grow(state, length)
+        return DraftTree[Window](nnx.merge(graph, leaves), n_tokens, shape).grow(state, length)[0]
 
     return jax.jit(grow)(leaves, state)
 
@@ -301,8 +301,8 @@ class Fixed:
     shape: TreeShape
     taps: tuple[int, ...] = ()
 
-    def grow(self, state: Any, length: jax.Array) -> Tree:
-        return self.tree
+    def grow(self, state: Any, length: jax.Array) -> tuple[Tree, Any]:
+        return self.tree, state
 
     def observe(self, state: Any, taps: Any, tokens: Any, start: Any, committed: Any) -> Any:
         return state

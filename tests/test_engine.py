@@ -25,7 +25,7 @@ from kimijax.model import Target
 from kimijax.sharding import make_mesh
 
 from . import golden, reference
-from .engine_cases import Answer, check, serve, serve_one, variant
+from .engine_cases import Answer, check, quickly_compiled, serve, serve_one, step_often, variant
 
 FAMILY = golden.FAMILIES["kimi_k2"]
 CONFIG = EngineConfig(max_batch=4, context_length=64, page_size=8, chunk_size=16, burst=4)
@@ -43,6 +43,12 @@ def greedy_tokens(prompt: tuple[int, ...], n: int = 10) -> list[int]:
         logits = reference.forward(FAMILY, golden.hf_weights(FAMILY), sequence).logits[-1]
         sequence.append(int(np.argmax(logits[:N_TOKENS])))
     return sequence[len(prompt) :]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with quickly_compiled():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -328,8 +334,7 @@ def test_recovery_from_a_failed_step(failing: str, base: Engine, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(engine._programs, failing, raises_at_the_end)
         with pytest.raises(RuntimeError, match="injected"):
-            for _ in range(3):
-                engine.step()
+            step_often(engine, 3)
     assert engine._state.cache.layers[0].is_deleted()
     waiting = {r.id for r in engine._scheduler.waiting}
     outputs = engine.recover()

@@ -5,7 +5,7 @@ Right texts are worked out token by token, in NumPy, from passes over whole sequ
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,25 +15,27 @@ from kimijax.engine.engine import Engine
 from kimijax.engine.request import ConstraintError, Request, Sampling
 from kimijax.engine.rule_programs import mask_words
 
-from .engine_cases import Answer, check, greedy_text, serve, serve_all, serve_one, tiny
+from .engine_cases import Answer, check, few_pages, greedy_text, quickly_compiled, serve, serve_all, serve_one, tiny
 from .engine_cases import engine as compiled
 from .tiny_speculation import PROMPTS, VOCAB, plain_logits
 
 N = 14
 GREEDY = Sampling(temperature=0.0, max_tokens=N)
 SEEDED = Sampling(temperature=1.0, seed=5, max_tokens=N)
-FEW_PAGES = 20
 KINDS = ["plain", "chain", pytest.param("tree", marks=pytest.mark.slow)]
 
 Allowed = Callable[[Sequence[int]], set[int]]  # output so far -> ids that may come next
 
 
 @pytest.fixture(scope="module", autouse=True)
-def warm() -> None:
+def warm() -> Iterator[None]:
     """All programs of the chain, as a server has them: nothing below compiles more."""
-    base = compiled("chain")
-    base.warm_up()
-    assert base.n_compiled() > 0
+    with quickly_compiled():
+        base = compiled("chain")
+        base.warm_up()
+        n = base.n_compiled()
+        yield
+        assert base.n_compiled() == n > 0
 
 
 def everything(_: Sequence[int]) -> set[int]:
@@ -116,7 +118,7 @@ def test_rules_bind_every_token_and_no_neighbour(kind: str) -> None:
     """All rules side by side with rows that have none, in full and in small pools, and each alone."""
     sampled = serve_one(tiny("plain"), PROMPTS[2], SEEDED)
     assert sampled.tokens != greedy_text(tuple(PROMPTS[2]), N)
-    for sizes in ({}, {"n_pages": FEW_PAGES}, {"chunk_size": 3, "prefix_cache": False}):
+    for sizes in (dict[str, Any](), few_pages(kind), {"chunk_size": 3, "prefix_cache": False}):
         engine = tiny(kind, **sizes)
         requests = [engine.make_request(PROMPTS[1], s, id=name) for name, s in rules().items()]
         requests.insert(3, engine.make_request(PROMPTS[1], GREEDY, id="greedy"))
@@ -139,7 +141,7 @@ def test_seeded_texts_with_rules_are_those_without_drafts(kind: str) -> None:
     each = [dataclasses.replace(s, temperature=1.0, seed=i, top_p=0.95) for i, s in enumerate(rules().values())]
     alone = [serve_one(tiny("plain"), PROMPTS[1], s) for s in each]
     assert serve_all(tiny(kind), [PROMPTS[1]] * len(each), each) == alone
-    assert serve_all(tiny(kind, n_pages=FEW_PAGES), [PROMPTS[1]] * len(each), each[::-1]) == alone[::-1]
+    assert serve_all(tiny(kind, **few_pages(kind)), [PROMPTS[1]] * len(each), each[::-1]) == alone[::-1]
 
 
 def test_a_second_request_of_the_same_name_has_its_own_rules() -> None:
@@ -163,7 +165,7 @@ def test_logprobs_are_the_targets_own(kind: str) -> None:
     ]
     prompts = [PROMPTS[i] for i in (1, 1, 1, 4, 1, 0)]
     plain = serve_all(tiny("plain"), prompts, wanted)
-    for sizes in ({}, {"n_pages": FEW_PAGES}):
+    for sizes in (dict[str, Any](), few_pages(kind)):
         answers = serve_all(tiny(kind, **sizes), prompts, wanted)
         assert answers == plain
         for prompt, s, answer in zip(prompts, wanted, answers, strict=True):
@@ -228,7 +230,7 @@ def test_a_constraint_holds_at_every_token_of_a_block(kind: str) -> None:
     """It is moved by the output alone, never by a guess; it may begin inside a block; its neighbours know nothing."""
     text = greedy_text(tuple(PROMPTS[1]), N)
     mark = next(t for i, t in enumerate(text) if i >= 4 and t not in text[:i])
-    for sizes in ({}, {"n_pages": FEW_PAGES}):
+    for sizes in (dict[str, Any](), few_pages(kind)):
         engine = tiny(kind, **sizes)
         scripts = [Script(by_sum), Script(once_it_was_there(mark)), Script(by_sum), Script(everything)]
         samplings = [GREEDY, GREEDY, rules()["all"], dataclasses.replace(GREEDY, logprobs=1)]

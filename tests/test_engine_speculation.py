@@ -1,11 +1,11 @@
 """The engine with a drafter: the target's own text, whatever is guessed, cached, preempted, cut or broken.
 
-Right texts come from passes over whole sequences (`greedy_text`), from the engine without drafts, and from `Speculator`.
+Right texts come from passes over whole sequences (`greedy_text`), the engine without drafts, and `Speculator`.
 """
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,15 +17,31 @@ from kimijax.engine.engine import Engine
 from kimijax.engine.request import Phase, Request, Sampling
 from kimijax.speculator import Generation
 
-from .engine_cases import TINY, Answer, check, greedy_text, serve, serve_all, serve_one, tiny
+from .engine_cases import (
+    TINY,
+    Answer,
+    check,
+    few_pages,
+    greedy_text,
+    quickly_compiled,
+    serve,
+    serve_all,
+    serve_one,
+    step_often,
+    tiny,
+)
 from .tiny_speculation import DRAFT_IDS, LIMITS, PROMPTS, VOCAB, settings, speculator, tiny_drafter, tiny_target
 
 GREEDY = Sampling(temperature=0.0, max_tokens=20)
 SEEDED = Sampling(temperature=1.0, seed=11, max_tokens=20)
 # Two more share the first tokens of others: up to the middle of a page, and as a whole.
 TEXTS = [*PROMPTS, [*PROMPTS[1][:14], 7, 8, 9], PROMPTS[4][:12]]
-# Fewer pages than eight requests fill, and more than one does.
-FEW_PAGES = 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with quickly_compiled():
+        yield
 
 
 def right(prompts: Sequence[Sequence[int]], n: int = 20) -> list[Answer]:
@@ -36,19 +52,23 @@ def acceptance(requests: Sequence[Request]) -> Acceptance:
     return sum((r.acceptance for r in requests), Acceptance())
 
 
-@pytest.mark.parametrize("kind", ["plain", "chain", "tree"])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("paged", "block", "small pages", "page of 16")]
+
+
+@pytest.mark.parametrize("kind", ["plain", "chain", "tree", *SLOW])
 def test_greedy_text_is_the_targets_own(kind: str) -> None:
     """Any batch, chunk, pool and order of arrival, with the prefix cache and without; and again, on what is cached."""
     for n in range(1, 9):
         assert serve_all(tiny(kind), TEXTS[:n], GREEDY) == right(TEXTS[:n])
-    for sizes in ({"chunk_size": 5}, {"chunk_size": 3, "burst": 1}, {"max_batch": 3}, {"n_pages": FEW_PAGES}):
+    variants = [{"chunk_size": 5}, {"chunk_size": 3, "burst": 1}, {"max_batch": 3}, few_pages(kind)]
+    for sizes in variants:
         for prefix_cache in (True, False):
             engine = tiny(kind, prefix_cache=prefix_cache, **sizes)
             for _ in range(2):
                 assert serve_all(engine, TEXTS, GREEDY) == right(TEXTS), sizes
             assert (engine.stats().n_preempted > 0) == ("n_pages" in sizes)
             assert (engine.stats().n_cached_tokens > 0) == prefix_cache
-    engine = tiny(kind, n_pages=FEW_PAGES, chunk_size=7)
+    engine = tiny(kind, **few_pages(kind, chunk_size=7))
     arrivals = [(at, engine.make_request(p, GREEDY)) for at, p in zip((4, 0, 1, 9, 2, 3, 0, 12), TEXTS, strict=True)]
     answers = serve(engine, arrivals)
     assert [answers[r.id] for _, r in arrivals] == right(TEXTS)
@@ -56,7 +76,7 @@ def test_greedy_text_is_the_targets_own(kind: str) -> None:
         assert all(0.1 < share < 0.95 for share in engine.stats().acceptance.by_position)
 
 
-@pytest.mark.parametrize("kind", ["plain", "chain", "tree"])
+@pytest.mark.parametrize("kind", ["plain", "chain", "tree", *SLOW])
 def test_a_seeded_text_depends_on_its_seed_alone(kind: str) -> None:
     """Not on drafts, neighbours, their seeds, the order of arrival, what is cached, or on being computed again."""
     prompt = TEXTS[1]
@@ -85,7 +105,7 @@ def test_a_seeded_text_depends_on_its_seed_alone(kind: str) -> None:
     assert again([5, 0, 0, 4, 1, 7, 2, 3], position=6) == text
     assert again([0, 1, 2, 3, 4, 5, 6, 30], position=7) == text
     assert again([2, 0, 1, 0, 3], burst=1, chunk_size=3) == text
-    assert again([0, 0], position=1, first=4, n_pages=FEW_PAGES) == text  # it gives way to a long one
+    assert again([0, 0], position=1, first=4, **few_pages(kind)) == text  # it gives way to a long one
     engine = tiny(kind)
     unseeded = dataclasses.replace(SEEDED, seed=None)
     other = dataclasses.replace(SEEDED, seed=12)
@@ -248,7 +268,7 @@ def test_a_draft_row_of_another_next_token_is_not_shared() -> None:
 
 
 def test_several_prompts_share_a_step() -> None:
-    """16 tokens of prompts: all of the first three and the first 2 of the fourth's 32 rows; all three decode at once."""
+    """16 tokens of prompts: the first three, and the first rows of the fourth; all three decode at once."""
     engine = tiny("chain")
     requests = [engine.make_request(PROMPTS[i], GREEDY) for i in (0, 5, 0, 4)]
     for request in requests:
@@ -262,19 +282,20 @@ def test_several_prompts_share_a_step() -> None:
     assert [r.output for r in requests] == [greedy_text(r.prompt, 20) for r in requests]
 
 
-def broken(token: int | None = None) -> Engine:
+def broken(token: int | None = None, kind: str = "chain") -> Engine:
     """A target with a token whose embedding is not a number; or, without one, a drafter none of whose logits is."""
     models = tiny_target.__wrapped__(), tiny_drafter.__wrapped__()
     weight = models[1].fc if token is None else models[0].embed
     weight.set_value(weight.get_value().at[slice(None) if token is None else token].set(jnp.nan))
-    return tiny("chain", weights=models)
+    return tiny(kind, weights=models)
 
 
-def test_logits_that_are_no_number_end_one_request() -> None:
+@pytest.mark.parametrize("kind", ["chain", pytest.param("paged", marks=pytest.mark.slow)])
+def test_logits_that_are_no_number_end_one_request(kind: str) -> None:
     """And neither its neighbours nor those that get its pages and its place afterwards."""
     used = [{*p, *greedy_text(tuple(p), 20)} for p in TEXTS]
     bad = min(range(VOCAB), key=lambda token: sum(token in tokens for tokens in used))
-    engine, good = broken(bad), [p for p, tokens in zip(TEXTS, used, strict=True) if bad not in tokens]
+    engine, good = broken(bad, kind), [p for p, tokens in zip(TEXTS, used, strict=True) if bad not in tokens]
     assert len(good) > 3
     for _ in range(3):
         poison = engine.make_request([4, bad, 5, 6, 7], GREEDY, id="broken")
@@ -315,8 +336,7 @@ def test_recovery_gives_a_new_state_to_both_models(monkeypatch: pytest.MonkeyPat
 
         patch.setattr(engine._programs, "_rounds", raises_at_the_end)
         with pytest.raises(RuntimeError, match="injected"):
-            for _ in range(4):
-                engine.step()
+            step_often(engine, 4)
     aborted = {o.request_id for o in engine.recover() if o.finish_reason == "abort"}
     assert aborted == {"0", "1"}
     outputs: dict[str, list[int]] = {}

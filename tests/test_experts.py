@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kimijax import quant
-from kimijax.pallas_kernels import dropped_share, experts
+from kimijax.pallas_kernels import ExpertList, dropped_share, experts
 
 # By name: inside the package `reference` is the function, and type checkers know the folder by another name.
 forms = importlib.import_module("kimijax.pallas_kernels.experts.reference")
@@ -22,6 +22,8 @@ GATE_UP = (RNG.standard_normal((E, 2, F, D)) / 8).astype(np.float32)
 DOWN = (RNG.standard_normal((E, D, F)) / 6).astype(np.float32)
 GATE_UP_WORDS, GATE_UP_SCALE = quant.quantize_words(jnp.asarray(GATE_UP, jnp.bfloat16), 32)
 DOWN_WORDS, DOWN_SCALE = quant.quantize_words(jnp.asarray(DOWN, jnp.bfloat16), 32)
+
+LISTED = ExpertList.of(jnp.asarray(GATE_UP)), ExpertList.of(jnp.asarray(DOWN))
 
 product = jax.jit(experts, static_argnames="implementation")
 
@@ -109,6 +111,25 @@ def test_row_map_and_expert_loop_equal_numpy(t: int, k: int, kind: str, int4: bo
         found = form(x, chosen, weights, *operands)
         assert found.dtype == jnp.float32
         np.testing.assert_allclose(found, right, atol=2e-5 * np.abs(right).max())
+
+
+@pytest.mark.parametrize(("t", "k", "kind"), CASES)
+def test_listed_experts_equal_stacked_ones(t: int, k: int, kind: str) -> None:
+    x, chosen, weights = case(t, k, kind)
+    right = naive(x, chosen, weights, GATE_UP, DOWN)
+    for form in (row_map, expert_loop):
+        np.testing.assert_allclose(
+            form(x, chosen, weights, *LISTED, None, None), right, atol=2e-5 * np.abs(right).max()
+        )
+
+
+def test_a_row_of_listed_experts_is_the_same_whatever_the_others_are() -> None:
+    x, chosen, weights = case(5, 3, "random")
+    others = case(5, 3, "one")
+    mixed = [np.concatenate([a[:2], b[2:]]) for a, b in zip((x, chosen, weights), others, strict=True)]
+    a, b = (product(*rows, *LISTED, implementation="reference") for rows in ((x, chosen, weights), mixed))
+    np.testing.assert_array_equal(a[:2], b[:2])
+    assert not np.array_equal(a[2:], b[2:])
 
 
 def test_an_expert_without_rows_is_never_read() -> None:
@@ -212,3 +233,7 @@ def test_what_cannot_run_is_refused() -> None:
         experts(x, chosen, weights, GATE_UP, DOWN, implementation="cuda")  # pyright: ignore[reportArgumentType]
     with pytest.raises(NotImplementedError, match="INT4"):
         product(x, chosen, weights, GATE_UP_WORDS, DOWN_WORDS, GATE_UP_SCALE, DOWN_SCALE, implementation="capacity")
+    with pytest.raises(NotImplementedError, match="stacked weights"):
+        product(x, chosen, weights, *LISTED, implementation="capacity")
+    with pytest.raises(TypeError, match="down: found an array"):
+        product(x, chosen, weights, LISTED[0], DOWN, implementation="reference")

@@ -2,7 +2,7 @@
 
 The fake programs keep what each row of each page was made from and check it: a token computed without its predecessors
 in its own pages, a page written by two requests, a draft row made before another next token, or a donated state used
-again fails at once. The next token is a hash of all before it, so that an output is right only if every token of it was.
+again fails at once. The next token is a hash of all before it: an output is right only if every token of it was.
 """
 
 import zlib
@@ -57,6 +57,10 @@ def expected_output(request: Request) -> tuple[list[int], str]:
         if token in request.stop_ids:
             return output, "stop"
     return output, "length"
+
+
+class InjectedError(RuntimeError):
+    """A program failed."""
 
 
 class Late(np.ndarray):
@@ -200,7 +204,7 @@ class FakePrograms:
         content = state.donate()
         if self.failing == name:
             self.failing = ""
-            raise RuntimeError("injected")
+            raise InjectedError("injected")
         return content
 
     def _place(self, pages: Sequence[int], at: int) -> tuple[int, int]:
@@ -382,8 +386,7 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             self.deliver(self.engine.step())
             self.programs.failing = ""  # that program was not needed
-        except RuntimeError as error:
-            assert str(error) == "injected"
+        except InjectedError:
             hurt = {r.id for r in self.engine._scheduler.running}
             outputs = self.engine.recover()
             assert {o.request_id for o in outputs if o.error == "the engine step failed"} == hurt

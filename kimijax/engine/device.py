@@ -5,7 +5,7 @@ need not know what a program did before it plans the next. A padding row has the
 row, idles, and is put nowhere.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -140,9 +140,14 @@ def put_start(slots: Slots, place: jax.Array, start: Start) -> Slots:
 
 
 def take_rows(slots: Slots, places: jax.Array) -> Slots:
-    """The rows at int32 [B]; those of padding have nothing left to draw."""
+    """The rows at int32 [B]; those of padding have nothing left to draw.
+
+    Rows that idle are greedy: one temperature would cost the whole batch the sampler.
+    """
     rows = jax.tree.map(lambda x: jnp.take(x, places, axis=0, mode="clip"), slots)
-    return _with_left(rows, jnp.where(places < slots.left.shape[0], rows.left, 0))
+    left = jnp.where(places < slots.left.shape[0], rows.left, 0)
+    settings = replace(rows.rows, temperature=jnp.where(left > 0, rows.rows.temperature, 0.0))
+    return replace(rows, left=left, rows=settings)
 
 
 def put_rows(slots: Slots, places: jax.Array, rows: Slots) -> Slots:
@@ -161,7 +166,3 @@ def after_rounds(rows: Slots, state: RowState[Any, Any], produced: jax.Array, en
     chain = None if rows.chain is None else Chain(state.proposer.feedback, state.proposer.normed, state.proposer.ready)
     left = jnp.where(ended, 0, rows.left - produced)
     return Slots(state.token, state.length, left, rows.rows, rows.ends, chain)
-
-
-def _with_left(rows: Slots, left: jax.Array) -> Slots:
-    return Slots(rows.token, rows.length, left, rows.rows, rows.ends, rows.chain)

@@ -119,7 +119,7 @@ class Engine:
         self._flight: _Flight | None = None
         self._fresh: set[str] = set()
         self._undelivered: list[StepOutput] = []  # made by a step that has not returned yet
-        self._rule_rows: tuple[tuple[str, ...], RuleRows] | None = None
+        self._rule_rows: tuple[tuple[int | Request, ...], RuleRows] | None = None  # of the batch before
         self._last_read = 0.0
         self._accepted: dict[int, list[int]] = {}  # k -> rounds by accepted drafts
         self._n_output = self._n_without_guesses = 0
@@ -224,12 +224,11 @@ class Engine:
         if self._adaptive is None and self.speculation is not None and self.speculation.adaptive:
             log.info("the first step waits for the warm-up: what rounds cost is not measured yet")
             self.warm_up()
-        s = self._scheduler
-        while s.outranked():
-            if self._drain():
-                continue
-            self._preempt()
         n_plans = self._prefill()
+        while self._scheduler.outranked():
+            if not self._drain():
+                self._preempt()
+            n_plans += self._prefill()
         flight = self._decode(alone=n_plans == 0)
         self._drain()
         # A request that has ended meanwhile idles in the new step; if all have, there is nothing to read.
@@ -318,9 +317,9 @@ class Engine:
 
     def _rule_round(self, requests: Sequence[Request], batch: Batch, k: int) -> tuple[Record, Logprobs]:
         """A round in two halves, with the masks of grammars along the draft in between."""
-        size, ids = len(batch.places), tuple(r.id for r in requests)
-        if self._rule_rows is None or self._rule_rows[0] != (*ids, str(size)):
-            self._rule_rows = (*ids, str(size)), RuleRows.of(requests, size)
+        size = len(batch.places)
+        if self._rule_rows is None or self._rule_rows[0] != (size, *requests):
+            self._rule_rows = (size, *requests), RuleRows.of(requests, size)
         rows = self._rule_rows[1]
         constrained = any(r.constraint is not None for r in requests)
         proposal = None
@@ -329,7 +328,7 @@ class Engine:
             if constrained:
                 first = first.copy()
                 self._mask(first, requests, [()] * size)
-            proposal = self._rules.propose(self._state, batch, rows, first, k)
+            self._state, proposal = self._rules.propose(self._state, batch, rows, first, k)
         masks = self._rules.all_allowed(size, k + 1)
         if constrained:
             masks = masks.copy()
@@ -492,7 +491,13 @@ class Engine:
         return [*made, *(StepOutput(r.id, (), "abort", error="the engine step failed") for r in dropped)]
 
     def warm_up(self, report: Callable[[str], None] | None = None) -> None:
-        """Compile every program that traffic can ask for, and measure what each number of drafts costs."""
+        """Compile every program that traffic can ask for, and measure what each number of drafts costs.
+
+        Raises:
+          RuntimeError: requests are running: the measurements would overwrite their places.
+        """
+        if self._scheduler.running:
+            raise RuntimeError(f"warm-up with {len(self._scheduler.running)} requests running, expected none")
         self._state = warm_up_programs(self._programs, self._rules, self._state, report)
         options = self.speculation
         if options is not None and options.adaptive:

@@ -225,8 +225,7 @@ class Programs(ProgramSet):
         row[0, : len(ids)] = ids
         size = self.config.page_size
         table = self.table([pages], 1, window or -(-length // size) * size)
-        at, n_valid = np.asarray([start], np.int32), np.int32(max(len(ids) - 1, 0))
-        return self.call(self._prefill, state, row, at, n_valid, table, first=window == 0)
+        return self.call(self._prefill, state, row, np.asarray([start], np.int32), table, first=window == 0)
 
     def start(self, state: DeviceState, request: Request) -> DeviceState:
         """A request begins to decode at its place."""
@@ -250,7 +249,6 @@ class Programs(ProgramSet):
         state: DeviceState,
         ids: jax.Array,  # int32 [1, T + 1]
         start: jax.Array,  # int32 [1]
-        n_valid: jax.Array,  # int32, rows before the padding
         table: jax.Array,  # int32 [1, n]
         *,
         first: bool,
@@ -258,15 +256,13 @@ class Programs(ProgramSet):
         target, drafter = self.models(leaves)
         chunk, following = ids[:, :-1], ids[:, 1:]
         taps = () if drafter is None else drafter.wiring.taps
-        context = None if first else PagedView(state.cache, table, start)
-        hidden, latents = target.prefill(chunk, start, context, taps=taps, experts=self.experts)
-        offsets = jnp.arange(chunk.shape[1], dtype=jnp.int32)[None]
-        positions = jnp.where(offsets < n_valid, start[:, None] + offsets, -1)
-        state = replace(state, cache=state.cache.write(latents, table, positions))
+        # Rows of padding land behind the prompt, where the rounds write theirs before they look.
+        cached = PagedView(state.cache, table, start)
+        hidden, cached = target.prefill_into(chunk, start, cached, first=first, taps=taps, experts=self.experts)
+        state = replace(state, cache=cached.cache)
         if drafter is None or state.draft is None:
             return state
         view = PagedView(state.draft, table, start)
-        # Rows of padding land behind the prompt, where the rounds write theirs before they look.
         _, view = drafter.decode(following, drafter.fuse(hidden.taps), start, view)
         return replace(state, draft=view.cache)
 

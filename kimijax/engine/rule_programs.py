@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..cache import PagedView
 from ..logprobs import Logprobs, logprobs
 from ..penalties import NO_ID, History, ProcessorRows, chain_before, process, process_draft
 from ..rounds import Record, is_end
@@ -67,7 +68,7 @@ class RulePrograms:
     def __init__(self, base: ProgramSet) -> None:
         self._base = base
         self._begin = base.jit(self._begin_program)
-        self._propose = jax.jit(self._propose_program, static_argnames=("k",))
+        self._propose = base.jit(self._propose_program, static=("k",))
         self._verify = base.jit(self._verify_program, static=("k",))
         self._everything: dict[tuple[int, int], np.ndarray] = {}
 
@@ -92,8 +93,10 @@ class RulePrograms:
         values = Begin.of(request, self._base.target_config.vocab_size)
         return self._base.call(self._begin, state, np.int32(request.place), values)
 
-    def propose(self, state: DeviceState, batch: Batch, rules: RuleRows, allowed: np.ndarray, k: int) -> Proposal:
-        """k guesses; allowed: uint32 [B, 1, words] for the first of them. Changes nothing."""
+    def propose(
+        self, state: DeviceState, batch: Batch, rules: RuleRows, allowed: np.ndarray, k: int
+    ) -> tuple[DeviceState, Proposal]:
+        """k guesses; allowed: uint32 [B, 1, words] for the first of them."""
         return self._base.call(self._propose, state, *batch, replace(rules.processors, allowed=allowed), k=k)
 
     def verify(
@@ -122,7 +125,7 @@ class RulePrograms:
         processors: ProcessorRows,
         *,
         k: int,
-    ) -> Proposal:
+    ) -> tuple[DeviceState, Proposal]:
         _, drafter = self._base.models(leaves)
         slots, history = take_rows(state.slots, places), state.history.take(places)
         _, view = self._base.views(state, table, slots.length)
@@ -136,7 +139,10 @@ class RulePrograms:
 
         chain = DraftChain(drafter, self._base.n_tokens)
         draws = self._base.rule.draws(slots.rows, slots.length + 1)
-        return chain.propose(ChainState(*slots.chain, view), slots.length, draws, k, shaped)[0]
+        proposal, after = chain.propose(ChainState(*slots.chain, view), slots.length, draws, k, shaped)
+        if isinstance(after.view, PagedView):  # a copy of pages is dropped, with what the guesses left in it
+            state = replace(state, draft=after.view.cache)
+        return state, proposal
 
     def _verify_program(
         self,

@@ -59,6 +59,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # in their order
         self.running: list[Request] = []  # in their order
         self.n_preempted = 0
+        self._refused: Request | None = None  # the last that asked to be admitted, if in vain
         self._by_id: dict[str, Request] = {}
         self._places = list(range(config.max_batch - 1, -1, -1))  # free ones, popped from the end
         self._arrivals = itertools.count()
@@ -174,12 +175,13 @@ class Scheduler:
 
     def _admit(self) -> Request | None:
         """Start the first waiting request. It gets the pages of its whole prompt: half a prompt is work for nothing."""
-        if not self.waiting or not self._places:
+        if not self.waiting:
             return None
-        request = self.waiting[0]
-        lease = self.prefix.admit(request, self._first_rows(request))
+        request = self._refused = self.waiting[0]
+        lease = self.prefix.admit(request, self._first_rows(request)) if self._places else None
         if lease is None:
             return None
+        self._refused = None
         del self.waiting[0]
         if not request.output:
             request.cached_at_start = lease.start
@@ -207,10 +209,10 @@ class Scheduler:
         request.cached = request.in_flight = 0
 
     def outranked(self) -> bool:
-        """Whether a request waits, for a place or for pages, that comes before one that runs."""
-        if not self.waiting or not self.running or self._can_admit():
+        """Whether the first waiting request, which found no place or too few pages, comes before one that runs."""
+        if self._refused is None or not self.waiting or self.waiting[0] is not self._refused or not self.running:
             return False
-        return self.waiting[0].sampling.priority < self.running[-1].sampling.priority
+        return self._refused.sampling.priority < self.running[-1].sampling.priority
 
     def check_integrity(self) -> None:
         """Raises RuntimeError on a leaked, shared or foreign page, or a request in two places."""

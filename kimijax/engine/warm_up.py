@@ -49,7 +49,9 @@ def warm_up_programs(
 def _rule_round(rules: RulePrograms, state: DeviceState, batch: Batch, k: int) -> DeviceState:
     size = len(batch.places)
     rows = RuleRows.of([], size)
-    proposal = rules.propose(state, batch, rows, rules.all_allowed(size, 1), k) if k else None
+    proposal = None
+    if k:
+        state, proposal = rules.propose(state, batch, rows, rules.all_allowed(size, 1), k)
     return rules.verify(state, batch, rows, proposal, rules.all_allowed(size, k + 1), k)[0]
 
 

@@ -14,7 +14,6 @@ from ..int4 import dequantize_int4
 
 # Measured on a CPU with XLA 0.12, float32, 16 and 64 experts.
 ROW_MAP_LIMIT = 64  # (token, slot) rows up to which one product per row beats a loop over the rows' experts
-LISTED_LIMIT = 64  # the same for an `ExpertList`
 HEAD_MEAN = 2  # mean rows per expert from which a batched product for the first rows of all experts beats both
 CAPACITY_FACTOR = 1.5
 
@@ -84,7 +83,7 @@ class _Listed(NamedTuple):
         return 0
 
     def is_few(self, n_rows: int) -> bool:
-        return n_rows <= LISTED_LIMIT
+        return n_rows <= ROW_MAP_LIMIT
 
     def product(self, e: jax.Array, x: jax.Array) -> jax.Array:
         def through(up: jax.Array, down: jax.Array, x: jax.Array) -> jax.Array:
@@ -124,13 +123,23 @@ def reference(
     down_scale: jax.Array | None,
 ) -> jax.Array:
     """See `experts`. A row map for few (token, slot) rows, the expert loop for many."""
-    if isinstance(gate_up, ExpertList) or isinstance(down, ExpertList):
-        assert isinstance(gate_up, ExpertList) and isinstance(down, ExpertList)
-        w = _Listed(gate_up, down)
-    else:
-        w = _Weights(gate_up, down, gate_up_scale, down_scale)
+    w = _weights(gate_up, down, gate_up_scale, down_scale)
     form = _row_map if w.is_few(chosen.size) else _expert_loop
     return form(x, chosen, weights, w)
+
+
+def _weights(
+    gate_up: jax.Array | ExpertList,
+    down: jax.Array | ExpertList,
+    gate_up_scale: jax.Array | None,
+    down_scale: jax.Array | None,
+) -> _AnyWeights:
+    if isinstance(gate_up, ExpertList) and isinstance(down, ExpertList):
+        return _Listed(gate_up, down)
+    if isinstance(gate_up, ExpertList) or isinstance(down, ExpertList):
+        name = "gate_up" if isinstance(down, ExpertList) else "down"
+        raise TypeError(f"{name}: found an array, expected an ExpertList as the other is: arrange both or none")
+    return _Weights(gate_up, down, gate_up_scale, down_scale)
 
 
 def _is_few(n_rows: int, n_experts: int, int4: bool) -> bool:
