@@ -32,6 +32,7 @@ from .bench_prompts import HELD_OUT, RANDOM, Prompts, Workload, probe_prompts, r
 from .bench_report import render, report
 from .bench_runs import BatchResult, SteppedEngine, measure
 from .config import TargetConfig, load_config
+from .cpu_layout import arrange_for_cpu
 from .draft_loading import DraftFiles, check_options, load_drafter, read_draft
 from .draft_tree import TreeShape
 from .engine.config import EngineConfig, fit_context
@@ -142,6 +143,7 @@ def _load(plan: _Plan) -> tuple[Models, float]:
     options, draft = plan.variants[-1].options, None
     if options is not None:
         draft = load_drafter(plan.files, options, model, plan.placement)
+    arrange_for_cpu(model, None if draft is None else draft.drafter, mesh=plan.placement.mesh)
     return Models(model, draft, plan.n_tokens, plan.stop_ids), load_s
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from . import checkpoint
 from .config import load_config, load_generation_defaults
+from .cpu_layout import arrange_for_cpu
 from .draft_loading import check_options, load_drafter, read_draft, resolve_options
 from .engine.config import EngineConfig, fit_context
 from .engine.engine import Engine
@@ -68,6 +69,7 @@ def load(
         progress=progress,
     )
     loaded = None if speculation is None else load_drafter(files, speculation, model, placement, progress=progress)
+    arrange_for_cpu(model, None if loaded is None else loaded.drafter, mesh=placement.mesh)
     stop_ids = config.eos_token_ids if tokenizer is None else tokenizer.stop_ids
     return LLM(
         name=model_name(directory),

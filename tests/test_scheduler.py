@@ -119,6 +119,7 @@ class FakePrograms:
     draft_counts = Programs.draft_counts
     most_rounds = cast(Any, Programs.most_rounds)
     reach = cast(Any, Programs.reach)
+    touched = cast(Any, Programs.touched)
     batch = cast(Any, ProgramSet.batch)
     table = cast(Any, ProgramSet.table)
 
@@ -132,6 +133,9 @@ class FakePrograms:
         self._check(rows, pages, request.tokens(0, start + 1))
         for at in range(start, stop):
             rows[self._place(pages, at)] = made_from(request.tokens(0, at + 2))
+        for at in range(stop, start + bucket(stop - start, self.config.chunk_lengths)):  # padding
+            if at // self.config.page_size < len(pages):
+                rows[self._place(pages, at)] = WRONG, WRONG
         return FakeState(rows, places)
 
     def start(self, state: FakeState, request: Request) -> FakeState:

@@ -170,10 +170,6 @@ class Engine:
             raise RequestError("prompt", f"found token id {bad[0]}, expected 0 ... {self.n_tokens - 1}")
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self.stop_ids)
         sampling.rules.check(self.n_tokens, stops, WIDEST)
-        if constraint is not None and self._programs.simulated is not None:
-            raise RequestError(
-                "constraint", "acceptance is simulated here: the tokens are no output that could fit one"
-            )
         return Request(
             id=secrets.token_hex(12) if id is None else id,
             prompt=tuple(prompt),
@@ -185,7 +181,10 @@ class Engine:
         )
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises QueueFullError."""
+        """Queue a request. Raises QueueFullError, and RequestError for a constraint where acceptance is simulated."""
+        if request.constraint is not None and self._programs.simulated is not None:
+            expected = "none: acceptance is simulated here, and the tokens are nobody's output"
+            raise RequestError("constraint", f"found one, expected {expected}")
         self._scheduler.add(request)
 
     def cancel(self, request_id: str) -> None:
@@ -205,8 +204,8 @@ class Engine:
             len(s.waiting),
             p.n_available,
             p.pool.n_pages,
-            p.n_queried,
-            p.n_found,
+            s.n_prompt_tokens,
+            s.n_cached_tokens,
             self._n_output,
             s.n_preempted,
             {k: tuple(counts) for k, counts in self._accepted.items()},

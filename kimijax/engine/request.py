@@ -145,7 +145,8 @@ class Request:
     place: int = -1  # of its state on the device, while it runs
     arrival: int = 0  # its number among the requests that came
     finish_reason: FinishReason | None = None
-    cached_at_start: int = 0  # tokens that were not computed again when it was first admitted
+    was_admitted: bool = False  # at some time; it may wait again
+    cached_at_start: int = 0  # tokens that were not computed when it was first admitted
     accepted: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # k -> rounds by accepted drafts
 
     @property

@@ -58,7 +58,7 @@ class Scheduler:
         self.prefix = PrefixCache(PagePool(n_pages), config.page_size, drafter=drafter)
         self.waiting: list[Request] = []  # in their order
         self.running: list[Request] = []  # in their order
-        self.n_preempted = 0
+        self.n_preempted = self.n_prompt_tokens = self.n_cached_tokens = 0
         self._refused: Request | None = None  # the last that asked to be admitted, if in vain
         self._by_id: dict[str, Request] = {}
         self._places = list(range(config.max_batch - 1, -1, -1))  # free ones, popped from the end
@@ -183,8 +183,10 @@ class Scheduler:
             return None
         self._refused = None
         del self.waiting[0]
-        if not request.output:
-            request.cached_at_start = lease.start
+        if not request.was_admitted:
+            request.was_admitted, request.cached_at_start = True, lease.start
+            self.n_prompt_tokens += request.n_tokens
+            self.n_cached_tokens += lease.start
         request.lease, request.cached, request.in_flight = lease, lease.start, 0
         request.place = self._places.pop()
         request.phase = Phase.PREFILL
