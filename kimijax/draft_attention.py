@@ -48,10 +48,17 @@ class LlamaAttention(nnx.Module):
 
     def project(self, inputs: Inputs, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Queries [B, T, N, H] and cache rows [B, T, C] at int32 positions [B, T]."""
-        cos, sin = llama_rotation(positions, self.config)
         q, k, v = inputs
-        rows = jnp.concatenate([rotate_halves(k, cos, sin), v], axis=-1)
-        return rotate_halves(q, cos, sin), rows.reshape(*rows.shape[:2], -1)
+        return rotate_halves(q, *llama_rotation(positions, self.config)), self._rows(k, v, positions)
+
+    def cache_rows(self, u: jax.Array, positions: jax.Array) -> jax.Array:
+        """The rows alone, [B, T, C], of u [B, T, 2D]."""
+        k, v = (shard(linear(u, w), "batch", "replicated", "heads", "head_dim") for w in (self.k[...], self.v[...]))
+        return self._rows(k, v, positions)
+
+    def _rows(self, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
+        rows = jnp.concatenate([rotate_halves(k, *llama_rotation(positions, self.config)), v], axis=-1)
+        return rows.reshape(*rows.shape[:2], -1)
 
     def expand(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, S, M, H] of cache rows [B, S, C]."""
@@ -99,6 +106,10 @@ class DraftMLA(MLA):
         cos, sin = rotation(positions, self.config)
         query, latents = inputs
         return jnp.concatenate(self.finish_queries(query, cos, sin), axis=-1), self.finish_latents(latents, cos, sin)
+
+    def cache_rows(self, u: jax.Array, positions: jax.Array) -> jax.Array:
+        """The rows alone, [B, T, R + rope], of u [B, T, 2D]."""
+        return self.finish_latents(linear(u, self.kv_a[...]), *rotation(positions, self.config))
 
     def expand(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys [B, S, N, nope + rope] and values [B, S, N, v] of cache rows [B, S, R + rope]."""

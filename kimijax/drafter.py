@@ -174,6 +174,15 @@ class Drafter(nnx.Module):
         hidden = self.run(ids, features, positions, over)
         return hidden, cached
 
+    def fill[View: CacheView](self, ids: jax.Array, features: jax.Array, start: jax.Array, cached: View) -> View:
+        """`decode` without hidden states. The head has one layer, so that a cache row is made of its own token and
+        features alone: no attention is needed for it, nor anything behind it."""
+        positions = start[:, None] + jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+        with matmul_precision(self.dtype), jax.named_scope("drafter"):
+            normed = rms_norm(features.astype(self.dtype), self.hidden_norm[...], self.config.norm_eps)
+            u = jnp.concatenate([self._embedded(ids), normed], axis=-1)
+            return cached.store(0, self.attention.cache_rows(u, positions), start)
+
     def step[View: CacheView](
         self, ids: jax.Array, features: jax.Array, start: jax.Array, cached: View
     ) -> tuple[DraftOutput, View]:

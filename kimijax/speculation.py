@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from .cache import CacheView
 from .draft_config import DraftConfig
-from .drafter import Drafter, DraftHidden
+from .drafter import Drafter
 from .model import Target
 from .sampling import SamplingRows, argmax, distribution, draw_guess, is_greedy, only_tokens, sample
 from .simulated import simulated_accepts
@@ -122,10 +122,9 @@ class DraftChain[View: CacheView]:
         start: jax.Array,
         last: jax.Array,
     ) -> ChainState[View]:
-        hidden, view = self.drafter.decode(following, self.drafter.fuse(taps), start, state.view)
         t = following.shape[1]
         here = (last >= 0) & (last < t)
-        return self._at(state, hidden, jnp.clip(last, 0, t - 1), here, view)
+        return self._seen(state, taps, following, start, jnp.clip(last, 0, t - 1), here)
 
     def propose(
         self,
@@ -170,16 +169,24 @@ class DraftChain[View: CacheView]:
         committed: jax.Array,
     ) -> ChainState[View]:
         """Computes the rows of the committed tokens. Those behind them are overwritten before they are seen."""
-        hidden, view = self.drafter.decode(jnp.maximum(tokens, 0), self.drafter.fuse(taps), start, state.view)
-        return self._at(state, hidden, jnp.maximum(committed - 1, 0), committed > 0, view)
+        return self._seen(state, taps, tokens, start, jnp.maximum(committed - 1, 0), committed > 0)
 
-    def _at(
-        self, state: ChainState[View], hidden: DraftHidden, row: jax.Array, here: jax.Array, view: View
+    def _seen(
+        self,
+        state: ChainState[View],
+        taps: Mapping[int, jax.Array],
+        tokens: jax.Array,
+        start: jax.Array,
+        row: jax.Array,
+        here: jax.Array,
     ) -> ChainState[View]:
-        """With the outputs at int32 [B] of a block where `here` (bool [B]), else those there were."""
+        """With the cache rows of a block, and the head's output at one of them, int32 [B], where `here`, bool [B]."""
+        d, features, ids = self.drafter, self.drafter.fuse(taps), jnp.maximum(tokens, 0)
+        view = d.fill(ids, features, start, state.view)
+        hidden, view = d.decode(entry(ids, row)[:, None], entry(features, row)[:, None], start + row, view)
         return ChainState(
-            jnp.where(here[:, None], entry(hidden.feedback, row), state.feedback),
-            jnp.where(here[:, None], entry(hidden.normed, row), state.normed),
+            jnp.where(here[:, None], hidden.feedback[:, 0], state.feedback),
+            jnp.where(here[:, None], hidden.normed[:, 0], state.normed),
             state.ready | here,
             view,
         )

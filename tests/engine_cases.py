@@ -45,6 +45,7 @@ KINDS: Mapping[str, SpeculativeOptions | None] = {
     "paged": SpeculativeOptions("EAGLE3", K, 1, K + 1, adaptive=False),
     "small pages": SpeculativeOptions("EAGLE3", K, 2, 7, adaptive=False),
     "page of 16": SpeculativeOptions("EAGLE3", K, 4, 9, adaptive=False),
+    "one row": SpeculativeOptions("EAGLE3", K, 1, K + 1, adaptive=False),
     "block": SpeculativeOptions("EAGLE3", K, 1, K + 1, adaptive=False, block_verification=True),
 }
 
@@ -52,6 +53,7 @@ KINDS: Mapping[str, SpeculativeOptions | None] = {
 # Where they are not TINY's.
 SIZES: Mapping[str, Mapping[str, Any]] = {
     "paged": {"decode_view": "paged"},
+    "one row": {"max_batch": 1},
     "small pages": {"page_size": 1},
     "page of 16": {"page_size": 16, "context_length": 64},
 }

@@ -249,6 +249,20 @@ def test_the_context_ends_with_the_last_token_that_fits() -> None:
             assert answer == Answer(greedy_text(tuple(prompt), 60 - n), "length")
 
 
+@pytest.mark.slow
+def test_programs_of_one_row_guess_what_those_of_eight_do() -> None:
+    """They store their rows another way; up to the context's end, and on what is cached."""
+    one, eight = tiny("one row"), tiny("chain")
+    prompts = [*TEXTS, *((PROMPTS[4] * 2)[:n] for n in (40, 45, 50, 57, 59, 45))]
+    for prompt in prompts:
+        for sampling in (dataclasses.replace(GREEDY, max_tokens=None), SEEDED):
+            requests = [engine.make_request(prompt, sampling) for engine in (one, eight)]
+            answers = [serve(engine, [(0, r)])[r.id] for engine, r in zip((one, eight), requests, strict=True)]
+            assert answers[0] == answers[1]
+            assert requests[0].acceptance == requests[1].acceptance
+    assert one.stats().acceptance.rounds > 100
+
+
 def test_a_draft_row_of_another_next_token_is_not_shared() -> None:
     """Prompts that part right behind a page: the page's last draft row belongs to the token after it."""
     prompts = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 9], [1, 2, 3, 4, 5], [1, 2, 3, 4]]

@@ -110,9 +110,10 @@ class FakePrograms:
         self.most_drafts, self.shape, self.is_adaptive = 0, None, True
         if options is not None:
             self.most_drafts, self.shape = options.num_steps, options.tree
-        self.room = max(1, self.most_drafts + 1, 0 if self.shape is None else self.shape.room)
+        self.room = 1 if options is None else options.room
         spare = self.room if self.room > 1 else 0
-        self.windows, self.n_pages = config.windows(spare), config.pages(spare)
+        self.n_pages = config.pages(spare)
+        self.windows = config.windows(max(spare, config.burst) if self.has_drafter else spare)
         self.failing = ""  # name of the program that raises next, after it took the state
         self.rounds_run: dict[tuple[str, int], int] = {}  # (request, its tokens) -> guesses that passed after them
 
@@ -243,9 +244,9 @@ class AnyNumber:
     def seconds(self, of: object, k: int) -> float:
         return 0.01
 
-    def observe(self, of: object, k: int, seconds: float, accepted: object) -> None:
+    def observe(self, of: object, k: int, seconds: float, *rounds: object) -> None:
         assert k in self.counts
-        assert accepted
+        assert all(rounds)
 
 
 def make_engine(k: int = 0, width: int = 1, **sizes: Any) -> tuple[Engine, FakePrograms]:

@@ -262,8 +262,7 @@ class Programs(ProgramSet):
         state = replace(state, cache=cached.cache)
         if drafter is None or state.draft is None:
             return state
-        view = PagedView(state.draft, table, start)
-        _, view = drafter.decode(following, drafter.fuse(hidden.taps), start, view)
+        view = drafter.fill(following, drafter.fuse(hidden.taps), start, PagedView(state.draft, table, start))
         return replace(state, draft=view.cache)
 
     def _start_program(self, leaves: list[jax.Array], state: DeviceState, place: jax.Array, start: Start) -> Any:
