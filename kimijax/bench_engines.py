@@ -9,7 +9,7 @@ import jax
 from .draft_loading import DraftFiles, LoadedDraft
 from .draft_tree import TreeShape
 from .engine.config import EngineConfig
-from .engine.engine import Engine
+from .engine.engine import Engine, StepPlan
 from .engine.request import Request
 from .errors import ConfigError
 from .model import Target
@@ -98,9 +98,9 @@ class MeasuredEngine(Engine):
 class _UndraftedEngine(MeasuredEngine):
     """Its drafter sees all tokens and is never asked for one."""
 
-    def _choose(self, requests: Sequence[Request], rules: bool, longest: int) -> tuple[int, int]:
+    def _choose(self, requests: Sequence[Request], rules: bool, longest: int) -> StepPlan:
         n_rounds = 1 if rules or self._scheduler.wants_prefill else self._programs.most_rounds(0)
-        return 0, n_rounds
+        return StepPlan(0, n_rounds, prepare=False)
 
 
 @dataclass(frozen=True)

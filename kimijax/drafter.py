@@ -148,7 +148,7 @@ class Drafter(nnx.Module):
         return DraftOutput(hidden.feedback, self.logits(hidden.normed))
 
     def decode[View: CacheView](
-        self, ids: jax.Array, features: jax.Array, start: jax.Array, cached: View
+        self, ids: jax.Array, features: jax.Array, start: jax.Array, cached: View, *, filled: bool = False
     ) -> tuple[DraftHidden, View]:
         """T rows for each request over its cache: tokens just accepted, with true features, or the chain's next one.
 
@@ -157,6 +157,7 @@ class Drafter(nnx.Module):
           features: [B, T, D].
           start: int32 [B], the position of the first row: rows from there on are overwritten, whatever wrote them.
           cached: view of the draft's cache, one layer of `config.cache_width` values; start + T must fit into it.
+          filled: the rows are there already (`fill`), and nothing is stored.
         Returns:
           Hidden states (`logits` of those rows that are wanted), and the view with the new rows stored.
         """
@@ -168,7 +169,7 @@ class Drafter(nnx.Module):
 
         def over(attention: DraftAttention, query: jax.Array, rows: jax.Array) -> jax.Array:
             nonlocal cached
-            cached = cached.store(0, rows, start)
+            cached = cached if filled else cached.store(0, rows, start)
             return attention.over(query, cached.rows(0).astype(rows.dtype), visible)
 
         hidden = self.run(ids, features, positions, over)

@@ -42,20 +42,6 @@ class Widths:
         pairs = ((self.bias, other.bias), (self.stops, other.stops), (self.words, other.words))
         return all(a >= b for a, b in (*pairs, (self.word_length, other.word_length)))
 
-    def join(self, other: "Widths") -> "Widths":
-        """The narrowest that hold both."""
-        return Widths(
-            max(self.bias, other.bias),
-            max(self.stops, other.stops),
-            max(self.words, other.words),
-            max(self.word_length, other.word_length),
-        )
-
-
-def narrowest(need: Widths, sizes: Sequence[Widths]) -> Widths:
-    """The first of `sizes`, in ascending order, that holds `need`; the last holds whatever `Rules.check` lets in."""
-    return next(size for size in sizes if size.hold(need))
-
 
 @dataclass(frozen=True)
 class Rules:

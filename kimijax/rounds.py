@@ -104,10 +104,11 @@ def plain_rounds[S, View: CacheView](
     most: int,
     n_tokens: int,
     n_rounds: jax.Array | int,
+    prepare: jax.Array | None = None,
     experts: str = "reference",
 ) -> tuple[Record, RowState[S, View]]:
     """Rounds without guesses. The proposer, if there is one, sees all of them at once at the end, which costs it one
-    pass instead of one a token; `decode_rounds` otherwise."""
+    pass instead of one a token, and less if it need not `prepare` for guessing; `decode_rounds` otherwise."""
     b, d = left.shape[0], target.config.hidden
     taps = () if proposer is None else proposer.taps
     begin, seen = state.length, {tap: jnp.zeros((b, most, d), target.embed.get_value().dtype) for tap in taps}
@@ -133,7 +134,7 @@ def plain_rounds[S, View: CacheView](
     n, tokens, produced, ended, seen, view, token = jax.lax.while_loop(go_on, run, carry)
     kept = state.proposer
     if proposer is not None:
-        kept = proposer.observe(kept, seen, tokens, begin, produced)
+        kept = proposer.observe(kept, seen, tokens, begin, produced, prepare)
     record = Record(
         tokens,
         produced,

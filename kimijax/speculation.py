@@ -69,7 +69,13 @@ class Proposer[S](Protocol):
         ...
 
     def observe(
-        self, state: S, taps: Mapping[int, jax.Array], tokens: jax.Array, start: jax.Array, committed: jax.Array
+        self,
+        state: S,
+        taps: Mapping[int, jax.Array],
+        tokens: jax.Array,
+        start: jax.Array,
+        committed: jax.Array,
+        prepare: jax.Array | None = None,
     ) -> S:
         """See what became of the guesses, or of tokens that were decoded without any.
 
@@ -79,6 +85,7 @@ class Proposer[S](Protocol):
           tokens: int32 [B, T], the token after each of these positions.
           start: int32 [B], tokens that were cached before.
           committed: int32 [B], how many of `tokens` are true; 0: the row stays as it was.
+          prepare: bool []; false: the next round will not guess, and need not be able to. None: it may.
         """
         ...
 
@@ -167,9 +174,10 @@ class DraftChain[View: CacheView]:
         tokens: jax.Array,
         start: jax.Array,
         committed: jax.Array,
+        prepare: jax.Array | None = None,
     ) -> ChainState[View]:
         """Computes the rows of the committed tokens. Those behind them are overwritten before they are seen."""
-        return self._seen(state, taps, tokens, start, jnp.maximum(committed - 1, 0), committed > 0)
+        return self._seen(state, taps, tokens, start, jnp.maximum(committed - 1, 0), committed > 0, prepare)
 
     def _seen(
         self,
@@ -179,17 +187,26 @@ class DraftChain[View: CacheView]:
         start: jax.Array,
         row: jax.Array,
         here: jax.Array,
+        prepare: jax.Array | None = None,
     ) -> ChainState[View]:
         """With the cache rows of a block, and the head's output at one of them, int32 [B], where `here`, bool [B]."""
         d, features, ids = self.drafter, self.drafter.fuse(taps), jnp.maximum(tokens, 0)
         view = d.fill(ids, features, start, state.view)
-        hidden, view = d.decode(entry(ids, row)[:, None], entry(features, row)[:, None], start + row, view)
-        return ChainState(
-            jnp.where(here[:, None], hidden.feedback[:, 0], state.feedback),
-            jnp.where(here[:, None], hidden.normed[:, 0], state.normed),
-            state.ready | here,
-            view,
-        )
+
+        def newest() -> tuple[jax.Array, jax.Array]:
+            token, feature = entry(ids, row)[:, None], entry(features, row)[:, None]
+            hidden, _ = d.decode(token, feature, start + row, view, filled=True)
+            return (
+                jnp.where(here[:, None], hidden.feedback[:, 0], state.feedback),
+                jnp.where(here[:, None], hidden.normed[:, 0], state.normed),
+            )
+
+        if prepare is None:
+            feedback, normed = newest()
+            return ChainState(feedback, normed, state.ready | here, view)
+        # Where nothing is prepared the output that is kept is of an older row, and not to be drafted from.
+        feedback, normed = jax.lax.cond(prepare, newest, lambda: (state.feedback, state.normed))
+        return ChainState(feedback, normed, jnp.where(here, prepare, state.ready), view)
 
     def _only_tokens(self, logits: jax.Array) -> jax.Array:
         """Logits [B, Vd], -inf for ids that belong to no token."""

@@ -145,6 +145,11 @@ def _add_information(app: FastAPI, state: ServerState) -> None:
         check_model(service, name)
         return _json(_model_card(service))
 
+    @app.get("/server_info")
+    async def server_info() -> Response:
+        """Counters since the start, and what speculation gains now."""
+        return _json(_info(state.serving()))
+
     @app.get("/health")
     async def health() -> Response:
         """200 while the process makes progress, also while it loads; 503 when its engine failed or is stuck."""
@@ -170,6 +175,40 @@ def _model_card(service: Service) -> dict[str, object]:
         if service.speculation.is_simulated:
             card["simulated"] = "acceptance is simulated to measure speed: answers are not the model's output"
     return card
+
+
+def _info(service: Service) -> dict[str, object]:
+    stats = service.runner.stats()
+    status = stats.speculation
+    info: dict[str, object] = {
+        "version": __version__,
+        "model": service.name,
+        "requests": {"running": stats.n_running, "waiting": stats.n_waiting, "preempted": stats.n_preempted},
+        "pages": {"free": stats.free_pages, "total": stats.total_pages},
+        "tokens": {
+            "prompt": stats.n_prompt_tokens,
+            "prompt_cached": stats.n_cached_tokens,
+            "output": stats.n_output_tokens,
+        },
+    }
+    if service.speculation is not None:
+        info["speculation"] = {
+            "settings": service.speculation.to_json(),
+            "simulated": stats.simulated,
+            "acceptance": stats.acceptance.to_json(),
+            "rounds_of_a_broken_drafter": stats.n_without_guesses,
+            # None while the number of drafts is fixed, or nothing has been decoded yet.
+            "now": None
+            if status is None
+            else {
+                "drafts": status.k,
+                "speed_up_estimate": status.speed_up,
+                "acceptance_length_expected": status.length,
+                "acceptance_length_to_break_even": status.break_even,
+                "of_drafts": status.drafts,
+            },
+        }
+    return info
 
 
 def _condition(state: ServerState, fault: str | None) -> Response:

@@ -11,12 +11,14 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from kimijax.drafter import Drafter
+from kimijax.engine import engine as engine_module
 from kimijax.engine.config import EngineConfig
 from kimijax.engine.engine import Engine
 from kimijax.engine.request import Phase, Request, Sampling, StepOutput, TokenLogprobs
@@ -95,25 +97,22 @@ def variant(
 
     sizes: fields of EngineConfig that the schedule goes by, at most `base`'s: the programs' shapes stay.
     """
-    engine = copy.copy(base)
-    p = copy.copy(base._programs)
+    p, rules = copy.copy(base._programs), copy.copy(base._rules)
     p.config = dataclasses.replace(base.config, burst=sizes.get("burst", base.config.burst))
     if weights is not None:
         p.leaves = jax.tree.leaves(nnx.state(weights))
-    rules = copy.copy(base._rules)
     rules._base = p
-    engine._programs, engine._rules = p, rules
-    engine.config = dataclasses.replace(base.config, **sizes)
-    n_pages = engine.config.n_pages or p.n_pages
+    config = dataclasses.replace(base.config, **sizes)
+    fakes = {"Programs": lambda *_: p, "RulePrograms": lambda _: rules}
+    empty = mock.patch.object(p, "new_state", return_value=empty_state(base))
+    with mock.patch.multiple(engine_module, **fakes), empty:
+        target, drafter = p._models
+        options: dict[str, Any] = {"n_tokens": base.n_tokens, "stop_ids": stop_ids, "speculation": base.speculation}
+        engine = Engine(target, config, drafter=drafter, **options)
     reach = max(p.reach(k, 1) for k in p.draft_counts)
-    engine._scheduler = Scheduler(engine.config, n_pages, drafter=p.has_drafter, reach=reach, room=p.room)
-    # The batch sizes are the programs'.
-    engine.config = dataclasses.replace(engine.config, max_batch=base.config.max_batch)
-    engine.stop_ids = frozenset(stop_ids)
-    engine._state = empty_state(base)
-    engine._flight, engine._rule_rows, engine._status = None, None, None
-    engine._fresh, engine._undelivered, engine._accepted = set(), [], {}
-    engine._n_output = engine._n_without_guesses = engine._n_chosen = 0
+    n_pages = config.n_pages or p.n_pages
+    engine._scheduler = Scheduler(config, n_pages, drafter=p.has_drafter, reach=reach, room=p.room)
+    engine.config = dataclasses.replace(config, max_batch=base.config.max_batch)  # the batch sizes are the programs'
     return engine
 
 

@@ -210,7 +210,9 @@ class Markov:
             tokens.append(last)
         return Proposal(jnp.stack(tokens, axis=1), jnp.stack(q, axis=1)), state
 
-    def observe(self, state: jax.Array, taps: Any, tokens: jax.Array, start: Any, committed: Any) -> jax.Array:
+    def observe(
+        self, state: jax.Array, taps: Any, tokens: jax.Array, start: Any, committed: Any, prepare: Any = None
+    ) -> jax.Array:
         newest = jnp.take_along_axis(tokens, jnp.maximum(committed - 1, 0)[:, None], axis=1)[:, 0]
         return jnp.where(committed > 0, newest, state)
 

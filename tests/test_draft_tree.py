@@ -304,7 +304,7 @@ class Fixed:
     def grow(self, state: Any, length: jax.Array) -> tuple[Tree, Any]:
         return self.tree, state
 
-    def observe(self, state: Any, taps: Any, tokens: Any, start: Any, committed: Any) -> Any:
+    def observe(self, state: Any, taps: Any, tokens: Any, start: Any, committed: Any, prepare: Any = None) -> Any:
         return state
 
 

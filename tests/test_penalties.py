@@ -21,7 +21,6 @@ from kimijax.penalties import (
     Rules,
     Widths,
     chain_before,
-    narrowest,
     process,
     process_draft,
 )
@@ -432,12 +431,3 @@ def test_rules_wider_than_their_rows_are_no_rules_left_out() -> None:
         rows_of([text], widths=Widths(words=1, word_length=2))
     with pytest.raises(ValueError, match="bad words of 3 tokens"):
         process(jnp.zeros((1, 1, VOCAB)), rows_of([text]), History.empty(1, VOCAB, 2), jnp.zeros((1, 1, 0), jnp.int32))
-
-
-def test_the_narrowest_widths_that_hold_a_batch() -> None:
-    small, wide = Widths(bias=1), Widths(4, 4, 4, 4)
-    need = Rules(bad_words=((1, 2),)).widths((1,)).join(Rules(min_tokens=2).widths((1, 2)))
-    assert need == Widths(0, 2, 1, 2)
-    assert narrowest(OFF.widths((1,)), [Widths(), small, wide]) == Widths()
-    assert narrowest(Widths(bias=1), [Widths(), small, wide]) == small
-    assert narrowest(need, [Widths(), small, wide]) == wide

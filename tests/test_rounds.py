@@ -267,7 +267,7 @@ class Oracle:
         n_right = self.right[length][:, None]
         return Proposal(jnp.where(i < n_right, tokens, (tokens + 1) % VOCAB), None), state
 
-    def observe(self, state: Any, taps: Any, tokens: Any, start: Any, committed: Any) -> Any:
+    def observe(self, state: Any, taps: Any, tokens: Any, start: Any, committed: Any, prepare: Any = None) -> Any:
         return state
 
 

@@ -1,6 +1,7 @@
 """What the HTTP server answers, and how it tells of its condition."""
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import Any
 
 import pytest
 
+import kimijax
 from kimijax.engine.request import Request
 from kimijax.penalties import Rules
 from kimijax.serve import app, service
+from kimijax.speculative_options import SpeculativeOptions
 
 from .asgi import Reply, call
 from .fake_engine import SMALL
@@ -253,3 +256,20 @@ def test_openapi_lists_the_fields(serve: MakeServer) -> None:
     model = schema["components"]["schemas"][body["$ref"].rsplit("/", 1)[1]]
     assert {"messages", "temperature", "stream_options"} <= set(model["properties"])
     assert "StreamOptions" in schema["components"]["schemas"]
+
+
+def test_server_info_counts(serve: MakeServer) -> None:
+    """Without speculation there is nothing about it; with it settings and counters, and simulated output is stamped."""
+    server = serve(lambda request: say("ok"))
+    server.chat()
+    info = server.get("/server_info").json
+    assert info["model"] == "toy"
+    assert "speculation" not in info
+    assert server.chat().json["system_fingerprint"] == f"kimijax-{kimijax.__version__}"
+    options = SpeculativeOptions("EAGLE3", 3, 1, 4, simulate_acc_len=2.0)
+    server.state.service = dataclasses.replace(server.service, speculation=options)
+    found = server.get("/server_info").json["speculation"]
+    assert found["settings"]["num_steps"] == 3
+    assert found["acceptance"]["rounds"] == 0
+    assert found["now"] is None
+    assert server.chat().json["system_fingerprint"].endswith("-simulated")

@@ -23,7 +23,8 @@ from typing import Any
 from kimijax.engine.config import EngineConfig
 from kimijax.engine.request import Request, Sampling, StepOutput
 from kimijax.errors import ConfigError
-from kimijax.generate import LLM, load
+from kimijax.generate import LLM
+from kimijax.loading import load
 from kimijax.text_stream import TextStream
 
 from . import corpus

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -67,11 +68,20 @@ class _Flight:
     record: Record
     logprobs: Logprobs | None
     k: int
-    reach: int  # tokens that it may add to a request
-    fresh: frozenset[str]  # requests in their first round, which has no guesses
+    most: int  # tokens that it may add to a request
+    least: int  # tokens that it adds to a request that it does not end
+    fresh: frozenset[str]  # requests whose first round has no guesses
     bucket: Bucket
     begun: float
     alone: bool  # nothing else ran between the step before and this one
+
+
+class StepPlan(NamedTuple):
+    """Of a decoding step."""
+
+    k: int
+    n_rounds: int
+    prepare: bool  # the next step may have drafts
 
 
 class Engine:
@@ -117,7 +127,9 @@ class Engine:
         self._state = self._programs.new_state()
         self._scheduler = self._new_scheduler()
         self._flight: _Flight | None = None
-        self._fresh: set[str] = set()
+        self._unprepared: set[str] = (
+            set()
+        )  # requests whose next round guesses nothing: the drafter has no output for them
         self._undelivered: list[StepOutput] = []  # made by a step that has not returned yet
         self._rule_rows: tuple[tuple[int | Request, ...], RuleRows] | None = None  # of the batch before
         self._last_read = 0.0
@@ -252,7 +264,7 @@ class Engine:
             self._state = p.start(self._state, request)
             if request.needs_rules:
                 self._state = self._rules.begin(self._state, request)
-            self._fresh.add(request.id)
+            self._unprepared.add(request.id)
 
     def _decode(self, *, alone: bool) -> _Flight | None:
         """Start a decoding step, with pages for every row that it may write."""
@@ -262,24 +274,22 @@ class Engine:
             if any(r.constraint is not None for r in requests) and self._drain():
                 continue  # the masks are made of what is committed
             longest = max(r.cached + r.in_flight for r in requests)
-            k, n_rounds = self._choose(requests, rules, longest)
-            if s.grow(requests, p.reach(k, n_rounds)):
+            choice = self._choose(requests, rules, longest)
+            if s.grow(requests, p.reach(choice.k, choice.n_rounds)):
                 if self._drain():
                     continue
-                k, n_rounds = 0, 1
+                choice = choice._replace(k=0, n_rounds=1)
                 if s.grow(requests, 1):
                     self._preempt()
                     continue
-            size, window = self._bucket(len(requests), longest + p.touched(k, n_rounds))
-            return self._start_decode(requests, p.batch(requests, size, window), rules, k, n_rounds, alone)
+            size, window = self._bucket(len(requests), longest + p.touched(choice.k, choice.n_rounds))
+            return self._start_decode(requests, p.batch(requests, size, window), rules, choice, alone)
         return None
 
-    def _choose(self, requests: Sequence[Request], rules: bool, longest: int) -> tuple[int, int]:
-        """Drafts, and rounds."""
+    def _choose(self, requests: Sequence[Request], rules: bool, longest: int) -> StepPlan:
+        """How many drafts, and rounds."""
         p = self._programs
         k = p.most_drafts
-        if k and self._fresh and all(r.id in self._fresh for r in requests):
-            return 0, 1  # there is nothing to guess from yet
         if k and self._adaptive is not None:
             of, groups = self._bucket(len(requests), longest + p.touched(k, p.most_rounds(k))), _groups(requests)
             k = self._adaptive.choose(of, groups).k
@@ -288,31 +298,36 @@ class Engine:
                 self._status = self._adaptive.status(of, groups)
             if rules:
                 k = p.most_drafts if k else 0
+        prepare = k > 0
+        if prepare and all(r.id in self._unprepared for r in requests):
+            return StepPlan(0, 1, True)  # there is nothing to guess from yet
         one = rules or self._scheduler.wants_prefill
-        return k, 1 if one else p.most_rounds(k)
+        return StepPlan(k, 1 if one else p.most_rounds(k), prepare)
 
     def _bucket(self, n_requests: int, reach: int) -> Bucket:
         windows = self._programs.windows
         return bucket(n_requests, self.config.batch_sizes), bucket(min(reach, windows[-1]), windows)
 
     def _start_decode(
-        self, requests: Sequence[Request], batch: Batch, rules: bool, k: int, n_rounds: int, alone: bool
+        self, requests: Sequence[Request], batch: Batch, rules: bool, choice: StepPlan, alone: bool
     ) -> _Flight:
-        p = self._programs
+        k, n_rounds, prepare = choice
         begun, found = time.perf_counter(), None
         if rules:
             record, found = self._rule_round(requests, batch, k)
         else:
-            self._state, record = p.rounds(self._state, batch, n_rounds, k)
+            self._state, record = self._programs.rounds(self._state, batch, n_rounds, k, prepare=prepare)
         for x in (record.tokens, record.produced, record.accepted, record.n_rounds):
             x.copy_to_host_async()
-        fresh = frozenset(r.id for r in requests if r.id in self._fresh)
-        self._fresh -= fresh
-        reach = n_rounds * (k + 1)
-        for r in requests:
-            r.in_flight += reach
+        fresh = frozenset(r.id for r in requests if r.id in self._unprepared)
+        if rules or prepare:
+            self._unprepared -= fresh
+        else:
+            self._unprepared.update(r.id for r in requests)
+        most, least = n_rounds * (k + 1), n_rounds
+        self._scheduler.begin(requests, most, least)
         size = len(batch.places), batch.table.shape[1] * self.config.page_size
-        return _Flight(tuple(requests), record, found, k, reach, fresh, size, begun, alone and not rules)
+        return _Flight(tuple(requests), record, found, k, most, least, fresh, size, begun, alone and not rules)
 
     def _rule_round(self, requests: Sequence[Request], batch: Batch, k: int) -> tuple[Record, Logprobs]:
         """A round in two halves, with the masks of grammars along the draft in between."""
@@ -370,7 +385,7 @@ class Engine:
                 continue
             drawn = tokens[i][: produced[i]]
             own = _logprobs(found, i, drawn, request) if found else []
-            n_new = self._commit(request, drawn, own, flight.reach)
+            n_new = self._commit(request, drawn, own, flight)
             if flight.k:
                 self._count(flight, request, of_row, n_new, len(drawn))
         return True
@@ -433,7 +448,7 @@ class Engine:
         self._n_without_guesses += 1
 
     def _commit(
-        self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], n_in_flight: int
+        self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], flight: _Flight
     ) -> int:
         """Record drawn tokens up to the request's end; how many those were."""
         before = len(request.output)
@@ -454,7 +469,7 @@ class Engine:
                 request.constraint.commit(new)
             except ConstraintError as e:
                 error, request.finish_reason = str(e), "abort"
-        self._scheduler.commit(request, n_in_flight)
+        self._scheduler.commit(request, flight.most, flight.least)
         if request.finish_reason is not None:
             self._finish(request)
         if new or request.finish_reason is not None:
@@ -463,14 +478,14 @@ class Engine:
         return len(new)
 
     def _finish(self, request: Request) -> None:
-        self._fresh.discard(request.id)
+        self._unprepared.discard(request.id)
         self._scheduler.finish(request)
         if self._flight is not None and not _is_alive(self._flight):
             # Nothing of it is wanted, and nobody may step for long: read later it would seem to have taken that long.
             self._flight = None
 
     def _preempt(self) -> None:
-        self._fresh.discard(self._scheduler.preempt().id)
+        self._unprepared.discard(self._scheduler.preempt().id)
 
     def recover(self) -> list[StepOutput]:
         """After a step that raised: end every request that was running and rebuild the state, which was donated.

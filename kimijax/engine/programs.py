@@ -239,9 +239,11 @@ class Programs(ProgramSet):
         """Copy a page in both caches."""
         return self.call(self._copy, state, np.int32(source), np.int32(target))
 
-    def rounds(self, state: DeviceState, batch: Batch, n_rounds: int, k: int) -> tuple[DeviceState, Record]:
-        """Rounds of k drafts (the tree, if there is one and k is not 0)."""
-        return self.call(self._rounds, state, *batch, np.int32(n_rounds), k=k)
+    def rounds(
+        self, state: DeviceState, batch: Batch, n_rounds: int, k: int, *, prepare: bool = True
+    ) -> tuple[DeviceState, Record]:
+        """Rounds of k drafts (the tree, if there is one and k is not 0); `prepare`: the next ones may have drafts."""
+        return self.call(self._rounds, state, *batch, np.int32(n_rounds), np.bool_(prepare), k=k)
 
     def _prefill_program(
         self,
@@ -281,19 +283,22 @@ class Programs(ProgramSet):
         places: jax.Array,  # int32 [B]
         table: jax.Array,  # int32 [B, n]
         n_rounds: jax.Array,  # int32
+        prepare: jax.Array,  # bool
         *,
         k: int,
     ) -> tuple[DeviceState, Record]:
         target, drafter = self.models(leaves)
         slots = take_rows(state.slots, places)
-        rows = row_state(slots, *self.views(state, table, slots.length))
+        view, draft_view = self.views(state, table, slots.length)
+        if k == 0 and state.draft is not None:
+            draft_view = PagedView(state.draft, table, slots.length)  # written once, and read if at all once
+        rows = row_state(slots, view, draft_view)
         most = self.most_rounds(k)
         if k == 0:
             chain = None if drafter is None else DraftChain(drafter, self.n_tokens)
             options: dict[str, Any] = {"n_tokens": self.n_tokens, "experts": self.experts}
-            record, rows = plain_rounds(
-                target, chain, rows, slots.rows, slots.left, slots.ends, most=most, n_rounds=n_rounds, **options
-            )
+            options |= {"most": most, "n_rounds": n_rounds, "prepare": prepare}
+            record, rows = plain_rounds(target, chain, rows, slots.rows, slots.left, slots.ends, **options)
         else:
             assert drafter is not None
             n_guesses = k if self.shape is None else self.shape.budget

@@ -141,6 +141,7 @@ class Request:
     phase: Phase = Phase.WAITING
     cached: int = 0  # tokens whose rows are in `lease.pages`, as far as the host knows
     in_flight: int = 0  # tokens that steps under way may add to these at most
+    in_flight_least: int = 0  # and at least, if none of them ends the request
     lease: Lease | None = None  # pages, while it runs
     place: int = -1  # of its state on the device, while it runs
     arrival: int = 0  # its number among the requests that came

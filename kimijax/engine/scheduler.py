@@ -127,7 +127,7 @@ class Scheduler:
 
     def ready(self) -> list[Request]:
         """Requests that decode and may have tokens left to draw when the steps under way are done."""
-        return [r for r in self.running if r.phase is Phase.DECODE and len(r.output) + r.in_flight < r.limit]
+        return [r for r in self.running if r.phase is Phase.DECODE and len(r.output) + r.in_flight_least < r.limit]
 
     @property
     def wants_prefill(self) -> bool:
@@ -159,9 +159,16 @@ class Scheduler:
         self.n_preempted += 1
         return request
 
-    def commit(self, request: Request, n_in_flight: int) -> None:
+    def begin(self, requests: Iterable[Request], most: int, least: int) -> None:
+        """A step is under way that adds so many tokens to each request; `commit` ends it."""
+        for r in requests:
+            r.in_flight += most
+            r.in_flight_least += least
+
+    def commit(self, request: Request, most: int, least: int) -> None:
         """A step is read: all but the last of its tokens are cached; others may find its full pages."""
-        request.in_flight -= n_in_flight
+        request.in_flight -= most
+        request.in_flight_least -= least
         request.cached = cached = request.n_tokens - 1
         lease = request.lease
         if lease is not None and cached // self.config.page_size > lease.n_cached and self.config.prefix_cache:
@@ -187,7 +194,7 @@ class Scheduler:
             request.was_admitted, request.cached_at_start = True, lease.start
             self.n_prompt_tokens += request.n_tokens
             self.n_cached_tokens += lease.start
-        request.lease, request.cached, request.in_flight = lease, lease.start, 0
+        request.lease, request.cached = lease, lease.start
         request.place = self._places.pop()
         request.phase = Phase.PREFILL
         bisect.insort(self.running, request, key=_order)
@@ -208,7 +215,7 @@ class Scheduler:
         if request.place >= 0:
             self._places.append(request.place)
             request.place = -1
-        request.cached = request.in_flight = 0
+        request.cached = request.in_flight = request.in_flight_least = 0
 
     def outranked(self) -> bool:
         """Whether the first waiting request, which found no place or too few pages, comes before one that runs."""
