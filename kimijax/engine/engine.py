@@ -271,7 +271,7 @@ class Engine:
         s, p = self._scheduler, self._programs
         while requests := s.ready():
             rules = any(r.needs_rules for r in requests)
-            if any(r.constraint is not None for r in requests) and self._drain():
+            if rules and any(r.constraint is not None for r in requests) and self._drain():
                 continue  # the masks are made of what is committed
             longest = max(r.cached + r.in_flight for r in requests)
             choice = self._choose(requests, rules, longest)
@@ -400,20 +400,18 @@ class Engine:
           n_new: tokens that came to its output.
           n_drawn: tokens that were drawn.
         """
-        k = flight.k
-        own, total = request.accepted.get(k), self._accepted.get(k)
+        own, total = request.accepted.get(flight.k), self._accepted.get(flight.k)
         if own is None:
-            own = request.accepted[k] = [0] * (k + 1)
+            own = request.accepted[flight.k] = [0] * (flight.k + 1)
         if total is None:
-            total = self._accepted[k] = [0] * (k + 1)
+            total = self._accepted[flight.k] = [0] * (flight.k + 1)
         at = 1 if request.id in flight.fresh else 0
         for a in accepted:
-            if a < 0:
-                continue
-            if at < n_new:
-                own[a] += 1
-                total[a] += 1
-            at += a + 1
+            if a >= 0:
+                if at < n_new:
+                    own[a] += 1
+                    total[a] += 1
+                at += a + 1
         if n_drawn > at and flight.logprobs is None:
             self._note_broken_drafter(request)
 
@@ -451,7 +449,8 @@ class Engine:
         self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], flight: _Flight
     ) -> int:
         """Record drawn tokens up to the request's end; how many those were."""
-        before = len(request.output)
+        output = request.output
+        before = len(output)
         error = None
         if tokens and min(tokens) < 0:
             request.extend(tokens[: next(i for i, t in enumerate(tokens) if t < 0)])
@@ -462,8 +461,9 @@ class Engine:
                 request.finish_reason = "abort"
         else:
             request.extend(tokens)
-        new = tuple(request.output[before:])
-        self._n_output += len(new)
+        n_new = len(output) - before
+        new = tuple(tokens if n_new == len(tokens) else tokens[:n_new])
+        self._n_output += n_new
         if request.constraint is not None and error is None:
             try:
                 request.constraint.commit(new)
@@ -472,10 +472,10 @@ class Engine:
         self._scheduler.commit(request, flight.most, flight.least)
         if request.finish_reason is not None:
             self._finish(request)
-        if new or request.finish_reason is not None:
-            own = tuple(logprobs[: len(new)])
+        if n_new or request.finish_reason is not None:
+            own = tuple(logprobs[:n_new]) if logprobs else ()
             self._undelivered.append(StepOutput(request.id, new, request.finish_reason, error, own))
-        return len(new)
+        return n_new
 
     def _finish(self, request: Request) -> None:
         self._unprepared.discard(request.id)

@@ -85,6 +85,7 @@ class Lease:
     n_target: int  # when it was matched: rows valid in the target's cache, start or start + 1
     source: int | None  # page whose rows up to `start` are to be copied, held until they are
     node: _Node  # of the last of the n_cached pages
+    n_changes: int = 0  # of `pages`, for whoever keeps a copy of them
 
     @property
     def held(self) -> list[int]:
@@ -177,6 +178,7 @@ class PrefixCache:
         pages = self.pool.take(missing)
         assert pages is not None
         lease.pages.extend(pages)
+        lease.n_changes += 1
         return True
 
     def copy(self, lease: Lease) -> PageCopy | None:
@@ -225,6 +227,7 @@ class PrefixCache:
                 self.pool.share(node.page)
                 self.pool.give_back([own])
                 lease.pages[i] = node.page
+                lease.n_changes += 1
             lease.node, lease.n_cached = node, i + 1
 
     def release(self, lease: Lease) -> None:

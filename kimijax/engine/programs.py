@@ -12,7 +12,6 @@ nothing is read back here.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -36,6 +35,7 @@ from ..speculative_options import SpeculativeOptions
 from ..verification import TOKEN_BY_TOKEN
 from .config import EngineConfig, bucket
 from .device import DeviceState, Slots, Start, after_rounds, put_rows, put_start, row_state, take_rows
+from .prefix import Lease
 from .request import Request
 
 Kind = Literal["prefill", "rounds", "propose", "verify", "other"]
@@ -80,6 +80,9 @@ class ProgramSet:
                 self.simulated = simulated_chances(options.simulate_acc_len, options.num_steps)
         self.room = 1 if options is None or drafter is None else options.room
         spare = self.room if self.room > 1 else 0
+        n_places, per_row = config.max_batch, config.windows(spare)[-1] // config.page_size
+        self._tables = np.full((n_places, per_row), -1, np.int32)  # pages of the request at each place
+        self._copied: list[tuple[Lease, int] | None] = [None] * n_places  # of whom, and as of which change
         self.n_pages = config.pages(spare)
         self.windows = config.windows(max(spare, config.burst) if self.has_drafter else spare)
 
@@ -110,19 +113,26 @@ class ProgramSet:
 
     def batch(self, requests: Sequence[Request], size: int, window: int) -> Batch:
         """Of running requests, padded to `size` rows."""
+        n = len(requests)
         places = np.full(size, self.config.max_batch, np.int32)
-        places[: len(requests)] = [r.place for r in requests]
-        return Batch(places, self.table([r.pages for r in requests], size, window))
+        places[:n] = [r.place for r in requests]
+        for r in requests:
+            lease = r.lease
+            assert lease is not None
+            # Most steps change no request's pages.
+            if self._copied[r.place] != (lease, lease.n_changes):
+                self._copied[r.place] = lease, lease.n_changes
+                self._tables[r.place] = -1
+                self._tables[r.place, : len(lease.pages)] = lease.pages
+        table = np.full((size, window // self.config.page_size), -1, np.int32)
+        table[:n] = self._tables[places[:n], : table.shape[1]]
+        return Batch(places, table)
 
-    def table(self, pages: Sequence[Sequence[int]], rows: int, length: int) -> np.ndarray:
-        """Block table int32 [rows, length / page_size]; pages beyond `length` are left out."""
-        n = length // self.config.page_size
-        table = np.full((rows, n), -1, np.int32)
-        counts = [min(len(own), n) for own in pages]
-        of_row = np.zeros(rows, np.int32)
-        of_row[: len(pages)] = counts
-        flat = itertools.chain.from_iterable(own if len(own) <= n else own[:n] for own in pages)
-        table[np.arange(n, dtype=np.int32) < of_row[:, None]] = np.fromiter(flat, np.int32, sum(counts))
+    def table(self, pages: Sequence[int], length: int) -> np.ndarray:
+        """Block table int32 [1, length / page_size] of one request; pages beyond `length` are left out."""
+        table = np.full((1, length // self.config.page_size), -1, np.int32)
+        own = pages[: table.shape[1]]
+        table[0, : len(own)] = own
         return table
 
     def views(self, state: DeviceState, table: jax.Array, length: jax.Array) -> tuple[Any, Any]:
@@ -224,7 +234,7 @@ class Programs(ProgramSet):
         row = np.zeros((1, length + 1), np.int32)
         row[0, : len(ids)] = ids
         size = self.config.page_size
-        table = self.table([pages], 1, window or -(-length // size) * size)
+        table = self.table(pages, window or -(-length // size) * size)
         return self.call(self._prefill, state, row, np.asarray([start], np.int32), table, first=window == 0)
 
     def start(self, state: DeviceState, request: Request) -> DeviceState:

@@ -188,17 +188,14 @@ class Request:
         """Record generated tokens up to the request's end."""
         if self.finish_reason is not None or not tokens:
             return
-        room = self.limit - len(self.output)
-        n = len(tokens)
-        if n > room:
-            tokens, n = tokens[:room], room
-        if not self.stop_ids.isdisjoint(tokens):
-            n = next(i for i, t in enumerate(tokens) if t in self.stop_ids) + 1
-            tokens = tokens[:n]
-            self.finish_reason = "stop"
-        elif n == room:
+        output, room = self.output, self.limit - len(self.output)
+        if len(tokens) >= room:
+            tokens = tokens[:room]
             self.finish_reason = "length"
-        self.output.extend(tokens)
+        if not self.stop_ids.isdisjoint(tokens):
+            tokens = tokens[: next(i for i, t in enumerate(tokens) if t in self.stop_ids) + 1]
+            self.finish_reason = "stop"
+        output.extend(tokens)
 
     def append(self, token: int) -> bool:
         """`extend` by one; True when it ended the request."""

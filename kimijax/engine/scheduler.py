@@ -142,7 +142,7 @@ class Scheduler:
             lease = r.lease
             assert lease is not None
             rows = r.cached + r.in_flight + reach
-            # Asked in nearly every step, and nearly always there.
+            # Asked in every step, and nearly always there.
             if rows > len(lease.pages) * size and not self.prefix.grow(lease, min(rows, self._most_rows(r))):
                 short.append(r)
         return short
@@ -171,7 +171,8 @@ class Scheduler:
         request.in_flight_least -= least
         request.cached = cached = request.n_tokens - 1
         lease = request.lease
-        if lease is not None and cached // self.config.page_size > lease.n_cached and self.config.prefix_cache:
+        # Asked in every step, and true once a page.
+        if lease is not None and cached >= (lease.n_cached + 1) * self.config.page_size and self.config.prefix_cache:
             self.prefix.insert(lease, request, request.cached)
 
     def _can_admit(self) -> bool:

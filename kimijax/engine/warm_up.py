@@ -63,8 +63,7 @@ def measure_costs(programs: Programs, state: DeviceState) -> tuple[DeviceState, 
     seconds: dict[tuple[tuple[int, int], int], list[float]] = {}
     for size in programs.config.batch_sizes:
         for window in programs.windows:
-            table = programs.table([], size, window)
-            batch = Batch(np.arange(size, dtype=np.int32), table)
+            batch = programs.batch([], size, window)._replace(places=np.arange(size, dtype=np.int32))
             for k in programs.draft_counts:
                 n = programs.most_rounds(k)
                 times: list[float] = []
