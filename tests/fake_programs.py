@@ -18,7 +18,7 @@ from kimijax.engine import engine as engine_module
 from kimijax.engine.config import EngineConfig, bucket
 from kimijax.engine.device import MAX_ENDS
 from kimijax.engine.engine import Engine
-from kimijax.engine.programs import Batch, Programs, ProgramSet
+from kimijax.engine.programs import Batch, BlockTables, Programs, ProgramSet
 from kimijax.engine.request import Request
 from kimijax.model import Target
 from kimijax.rounds import Record
@@ -103,6 +103,7 @@ class FakePrograms:
         spare = self.room if self.room > 1 else 0
         self.n_pages = config.pages(spare)
         self.windows = config.windows(max(spare, config.burst) if self.has_drafter else spare)
+        self.tables = BlockTables(config.max_batch, self.windows[-1] // config.page_size)
         self.failing = ""  # name of the program that raises next, after it took the state
         self.rounds_run: dict[tuple[str, int], int] = {}  # (request, its tokens) -> guesses that passed after them
 

@@ -380,14 +380,15 @@ class Engine:
         accepted = accepted[:n_rounds, : len(flight.requests)]
         if self._adaptive is not None and n_rounds:
             self._learn(self._adaptive, flight, accepted, seconds)
-        for i, (request, of_row) in enumerate(zip(flight.requests, accepted.T.tolist(), strict=True)):
-            if request.phase is Phase.FINISHED:  # cancelled, or found to have ended by the step before
-                continue
-            drawn = tokens[i][: produced[i]]
-            own = _logprobs(found, i, drawn, request) if found else []
+        rows = zip(flight.requests, tokens, produced, accepted.T.tolist(), strict=False)  # the last are padding
+        for i, (request, of_row, n_drawn, rounds) in enumerate(rows):
+            if request.phase is Phase.FINISHED:
+                continue  # cancelled, or found to have ended by the step before
+            drawn = of_row[:n_drawn]
+            own = _logprobs(found, i, drawn, request) if found else ()
             n_new = self._commit(request, drawn, own, flight)
             if flight.k:
-                self._count(flight, request, of_row, n_new, len(drawn))
+                self._count(flight, request, rounds, n_new, n_drawn)
         return True
 
     def _count(self, flight: _Flight, request: Request, accepted: Sequence[int], n_new: int, n_drawn: int) -> None:
@@ -405,13 +406,14 @@ class Engine:
             own = request.accepted[flight.k] = [0] * (flight.k + 1)
         if total is None:
             total = self._accepted[flight.k] = [0] * (flight.k + 1)
-        at = 1 if request.id in flight.fresh else 0
+        at = 1 if flight.fresh and request.id in flight.fresh else 0
         for a in accepted:
-            if a >= 0:
-                if at < n_new:
-                    own[a] += 1
-                    total[a] += 1
-                at += a + 1
+            if a < 0:
+                continue
+            if at < n_new:
+                own[a] += 1
+                total[a] += 1
+            at += a + 1
         if n_drawn > at and flight.logprobs is None:
             self._note_broken_drafter(request)
 
@@ -469,7 +471,7 @@ class Engine:
                 request.constraint.commit(new)
             except ConstraintError as e:
                 error, request.finish_reason = str(e), "abort"
-        self._scheduler.commit(request, flight.most, flight.least)
+        self._scheduler.commit(request, n_new, flight.most, flight.least)
         if request.finish_reason is not None:
             self._finish(request)
         if n_new or request.finish_reason is not None:

@@ -48,6 +48,26 @@ class Batch(NamedTuple):
     table: np.ndarray  # int32 [B, n], pages in order, padded with -1
 
 
+class BlockTables:
+    """The pages of running requests as arrays, one row a place; most steps change no request's."""
+
+    def __init__(self, n_places: int, n_pages: int) -> None:
+        """n_pages: that a request may hold."""
+        self._rows = np.full((n_places, n_pages), -1, np.int32)
+        self._copied: list[tuple[Lease, int] | None] = [None] * n_places  # of whom, and as of which change
+
+    def of(self, requests: Sequence[Request], places: np.ndarray, n_pages: int) -> np.ndarray:
+        """int32 [n, n_pages] of requests at int32 places [n], padded with -1; what one holds beyond is left out."""
+        for r in requests:
+            lease = r.lease
+            assert lease is not None
+            if self._copied[r.place] != (lease, lease.n_changes):
+                self._copied[r.place] = lease, lease.n_changes
+                self._rows[r.place] = -1
+                self._rows[r.place, : len(lease.pages)] = lease.pages
+        return self._rows[places, :n_pages]
+
+
 class ProgramSet:
     """What all program families share: the models' weights, sizes, the way from a batch's rows to views and back."""
 
@@ -80,11 +100,9 @@ class ProgramSet:
                 self.simulated = simulated_chances(options.simulate_acc_len, options.num_steps)
         self.room = 1 if options is None or drafter is None else options.room
         spare = self.room if self.room > 1 else 0
-        n_places, per_row = config.max_batch, config.windows(spare)[-1] // config.page_size
-        self._tables = np.full((n_places, per_row), -1, np.int32)  # pages of the request at each place
-        self._copied: list[tuple[Lease, int] | None] = [None] * n_places  # of whom, and as of which change
         self.n_pages = config.pages(spare)
         self.windows = config.windows(max(spare, config.burst) if self.has_drafter else spare)
+        self.tables = BlockTables(config.max_batch, self.windows[-1] // config.page_size)
 
     @property
     def has_drafter(self) -> bool:
@@ -116,16 +134,8 @@ class ProgramSet:
         n = len(requests)
         places = np.full(size, self.config.max_batch, np.int32)
         places[:n] = [r.place for r in requests]
-        for r in requests:
-            lease = r.lease
-            assert lease is not None
-            # Most steps change no request's pages.
-            if self._copied[r.place] != (lease, lease.n_changes):
-                self._copied[r.place] = lease, lease.n_changes
-                self._tables[r.place] = -1
-                self._tables[r.place, : len(lease.pages)] = lease.pages
         table = np.full((size, window // self.config.page_size), -1, np.int32)
-        table[:n] = self._tables[places[:n], : table.shape[1]]
+        table[:n] = self.tables.of(requests, places[:n], table.shape[1])
         return Batch(places, table)
 
     def table(self, pages: Sequence[int], length: int) -> np.ndarray:

@@ -165,11 +165,11 @@ class Scheduler:
             r.in_flight += most
             r.in_flight_least += least
 
-    def commit(self, request: Request, most: int, least: int) -> None:
-        """A step is read: all but the last of its tokens are cached; others may find its full pages."""
+    def commit(self, request: Request, n_new: int, most: int, least: int) -> None:
+        """A step that brought `n_new` tokens is read: all but the last are cached; others may find its full pages."""
         request.in_flight -= most
         request.in_flight_least -= least
-        request.cached = cached = request.n_tokens - 1
+        request.cached = cached = request.cached + n_new
         lease = request.lease
         # Asked in every step, and true once a page.
         if lease is not None and cached >= (lease.n_cached + 1) * self.config.page_size and self.config.prefix_cache:
