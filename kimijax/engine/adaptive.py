@@ -24,7 +24,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ..acceptance import Acceptance
 from ..errors import ConfigError
 from .step_costs import StepCosts
 
@@ -89,7 +88,7 @@ class _Window:
 
 
 class AcceptanceTracker[Group: Hashable]:
-    """What became of drafts: counted exactly, and lately, by position and group of requests.
+    """What became of drafts lately, by position and group of requests.
 
     A group's chances are thought to be those of all groups, and these to be what was recorded, until its own rounds
     outweigh that. Rounds fade with every step, also of positions that nobody drafts any more: in the end the recorded
@@ -113,39 +112,27 @@ class AcceptanceTracker[Group: Hashable]:
         self._all = _Window(most, config.memory)
         self._of_all: list[float] | None = None  # chances of a new group, once a step
         self._windows: dict[Group, _Window] = {}
-        self._total: dict[int, list[int]] = {}  # k -> rounds by accepted drafts
-        self._of_group: dict[Group, dict[int, list[int]]] = {}
 
-    def record(self, k: int, accepted: Mapping[Group, Sequence[int]]) -> None:
-        """One step: the accepted drafts of each row's round of k. ValueError: a number outside 0 ... k."""
+    def record(self, k: int, accepted: Mapping[Group, Sequence[int]], n_steps: int = 1) -> None:
+        """The accepted drafts of each row's round of k, of a step or several. ValueError: a number outside 0 ... k."""
         n = len(self.recorded)
         if not 0 <= k <= n:
             raise ValueError(f"found a round of {k} drafts, expected 0 ... {n}")
-        if k == 0:  # nothing is learned of drafts; what is known fades when it is next looked at
-            self._step += 1
-            self._of_all = None
-            for group, numbers in accepted.items():
-                if any(numbers):
-                    raise ValueError(f"group {group}: found accepted drafts {list(numbers)}, expected 0 ... {k}")
-                _add(self._of_group.setdefault(group, {}), (len(numbers),))
-                _add(self._total, (len(numbers),))
-            return
         by_group = {group: [numbers.count(a) for a in range(k + 1)] for group, numbers in accepted.items()}
         for group, numbers in accepted.items():
             if sum(by_group[group]) != len(numbers):
                 raise ValueError(f"group {group}: found accepted drafts {list(numbers)}, expected 0 ... {k}")
-        self._step += 1
+        self._step += n_steps
+        self._of_all = None
+        if k == 0:  # nothing is learned of drafts; what is known fades when it is next looked at
+            return
         everyone = [0] * (k + 1)
         for group, counts in by_group.items():
-            for i, c in enumerate(counts):
-                everyone[i] += c
-            _add(self._of_group.setdefault(group, {}), counts)
+            everyone = [a + b for a, b in zip(everyone, counts, strict=True)]
             if group not in self._windows:
                 self._windows[group] = _Window(n, self._config.half_life)
             self._windows[group].add(self._step, _at_least(counts))
-        _add(self._total, everyone)
         self._all.add(self._step, _at_least(everyone))
-        self._of_all = None
 
     def chances(self, group: Group) -> list[float]:
         """For each position the chance that its draft passes if those before it did."""
@@ -155,19 +142,6 @@ class AcceptanceTracker[Group: Hashable]:
         window = self._windows.get(group)
         return list(self._of_all) if window is None else window.chances(self._step, self._of_all, weight)
 
-    def total(self) -> Acceptance:
-        """Exact counters of all rounds; they only grow."""
-        return _acceptance(self._total)
-
-    def of_group(self, group: Group) -> Acceptance:
-        """Exact counters of a group."""
-        return _acceptance(self._of_group.get(group, {}))
-
-    def forget(self, group: Group) -> None:
-        """Drop a group that will not come again; `total` keeps its rounds."""
-        self._windows.pop(group, None)
-        self._of_group.pop(group, None)
-
 
 def _at_least(counts: Sequence[int]) -> list[int]:
     out, n = list(counts), 0
@@ -175,16 +149,6 @@ def _at_least(counts: Sequence[int]) -> list[int]:
         n += out[i]
         out[i] = n
     return out
-
-
-def _add(histograms: dict[int, list[int]], counts: Sequence[int]) -> None:
-    own = histograms.setdefault(len(counts) - 1, [0] * len(counts))
-    for i, c in enumerate(counts):
-        own[i] += c
-
-
-def _acceptance(histograms: Mapping[int, Sequence[int]]) -> Acceptance:
-    return sum((Acceptance.of_counts(counts) for counts in histograms.values()), Acceptance())
 
 
 def expected_lengths(chances: Iterable[float]) -> list[float]:
@@ -301,18 +265,25 @@ class Adaptive[Bucket: Hashable, Group: Hashable]:
         use.since_probe = 0 if choice.k == 0 else use.since_probe + 1
         return choice
 
-    def observe(self, bucket: Bucket, k: int, seconds: float, *rounds: Mapping[Group, Sequence[int]]) -> None:
-        """What the rounds of one program were: the time of each, and its accepted drafts of each row by group.
+    def observe(
+        self, bucket: Bucket, k: int, seconds: float, accepted: Mapping[Group, Sequence[int]], n_rounds: int = 1
+    ) -> None:
+        """What the rounds of one program were.
 
-        A k of 0 has zeros for all rows. The time is one measurement, however many rounds it is the mean of.
+        Args:
+          bucket: whose program ran.
+          k: drafts a round.
+          seconds: of each round; one measurement, however many rounds it is the mean of.
+          accepted: drafts of each row in each of the rounds, by group; zeros where k is 0.
+          n_rounds: how many there were.
         """
+        n, total = sum(map(len, accepted.values())), sum(map(sum, accepted.values()))
+        if not n:
+            raise ValueError("found a round without rows, expected at least one")
+        self.tracker.record(k, accepted, n_rounds)
         self.costs.observe(bucket, k, seconds)
         cost = self.costs.relative(bucket)[k]
-        for accepted in rounds:
-            n, total = sum(map(len, accepted.values())), sum(map(sum, accepted.values()))
-            if not n:
-                raise ValueError("found a round without rows, expected at least one")
-            self.tracker.record(k, accepted)
+        for _ in range(n_rounds):
             self.allowance.settle(cost, 1 + total / n)
 
     def status(self, bucket: Bucket, rows: Mapping[Group, int]) -> Status:

@@ -425,17 +425,14 @@ class Engine:
         rows: dict[str, list[int]] = {}
         for i, r in enumerate(flight.requests):
             rows.setdefault(_group(r), []).append(i)
-        plain = {group: [0] * len(own) for group, own in rows.items()}
-        rounds: list[dict[str, list[int]]] = []
-        for round in accepted.tolist():
-            by_group = plain
-            if k:
-                by_group = {group: [round[i] for i in own if round[i] >= 0] for group, own in rows.items()}
-                by_group = {group: own for group, own in by_group.items() if own}
-            if by_group:
-                rounds.append(by_group)
-        if rounds:
-            adaptive.observe(flight.bucket, k, max(seconds / len(accepted), 1e-9), *rounds)
+        n_rounds = len(accepted)
+        if k == 0:
+            by_group = {group: [0] * (n_rounds * len(own)) for group, own in rows.items()}
+        else:
+            found = {group: accepted[:, own] for group, own in rows.items()}
+            by_group = {group: x[x >= 0].tolist() for group, x in found.items() if (x >= 0).any()}
+        if by_group:
+            adaptive.observe(flight.bucket, k, max(seconds / n_rounds, 1e-9), by_group, n_rounds)
 
     def _note_broken_drafter(self, request: Request) -> None:
         """The text is right all the same, but nothing is gained any more."""
