@@ -188,8 +188,8 @@ def test_an_interrupted_step_leaves_a_usable_model(llm: LLM, monkeypatch: pytest
     programs = llm.engine._programs
     rounds = programs.rounds
 
-    def interrupted(*args: Any) -> Any:
-        rounds(*args)  # the cache is donated, its successor lost
+    def interrupted(*args: Any, **options: Any) -> Any:
+        rounds(*args, **options)  # the cache is donated, its successor lost
         raise KeyboardInterrupt
 
     monkeypatch.setattr(programs, "rounds", interrupted)

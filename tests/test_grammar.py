@@ -412,7 +412,7 @@ def test_properties_come_in_the_order_of_the_schema() -> None:
         ("json_schema", '{"type": "object", "x-guidance": {"whitespace_flexible": true}}', "x-guidance"),
         ("json_schema", "[1]", "list"),
         ("json_schema", "{", "JSON"),
-        ("json_schema", '{"a":' * 5000 + "1" + "}" * 5000, "recursion limit"),
+        ("json_schema", '{"a":' * 5000 + "1" + "}" * 5000, "recursion"),
         ("json_object", "{}", "expected none"),
         ("regex", "[a", "unclosed"),
         ("regex", r"\bfoo\b", "lookarounds"),
