@@ -5,6 +5,7 @@ Warnings are errors too: `filterwarnings` in `pyproject.toml`.
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,19 @@ def nano() -> kimijax.LLM:
     llm = kimijax.load("nano", engine=sizes)
     llm.engine.warm_up()
     return llm
+
+
+MOST_MAPS = 40_000  # memory maps; Linux allows a process 65,530 unless told otherwise
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs() -> Iterator[None]:
+    """Forget compiled programs between two files when there are thousands: each holds some twenty memory maps, and
+    XLA crashes where the kernel refuses it one."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects
