@@ -9,7 +9,8 @@ import jax
 from .draft_loading import DraftFiles, LoadedDraft
 from .draft_tree import TreeShape
 from .engine.config import EngineConfig
-from .engine.engine import Engine, StepPlan
+from .engine.engine import Engine
+from .engine.flight import StepPlan
 from .engine.request import Request
 from .errors import ConfigError
 from .model import Target

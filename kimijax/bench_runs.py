@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from .acceptance import Acceptance
-from .engine.engine import EngineStats
 from .engine.request import Request, Sampling, StepOutput
+from .engine.stats import EngineStats
 from .errors import ConfigError
 
 N_IDS = 8  # tokens of the first request that are shown, to compare implementations

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kimijax.acceptance import Acceptance
 from kimijax.draft_loading import AcceptanceWatch, LoadedDraft
-from kimijax.engine.engine import EngineStats
+from kimijax.engine.stats import EngineStats
 
 LOOK_INTERVAL = 64  # steps between two looks at the acceptance, logged or not
 

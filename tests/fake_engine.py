@@ -7,9 +7,10 @@ from typing import cast
 import numpy as np
 
 from kimijax.engine.config import EngineConfig
-from kimijax.engine.engine import Engine, EngineStats
+from kimijax.engine.engine import Engine
 from kimijax.engine.request import Request, Sampling, StepOutput, TokenLogprobs
 from kimijax.engine.scheduler import QueueFullError
+from kimijax.engine.stats import EngineStats
 
 SMALL = EngineConfig(max_batch=2, context_length=64, page_size=8, chunk_size=64, max_queued=2)
 

@@ -21,8 +21,8 @@ from kimijax.config import load_config
 from kimijax.draft_loading import LoadedDraft
 from kimijax.draft_tree import TreeShape
 from kimijax.engine.config import EngineConfig
-from kimijax.engine.engine import EngineStats
 from kimijax.engine.request import Request, Sampling, StepOutput
+from kimijax.engine.stats import EngineStats
 from kimijax.errors import ConfigError
 from kimijax.loader import NANO_DRAFTER
 from kimijax.probe import Probe

@@ -9,9 +9,9 @@ import pytest
 from kimijax.config import load_config
 from kimijax.draft_loading import WATCHED_ROUNDS, LoadedDraft, read_draft
 from kimijax.engine.adaptive import Status
-from kimijax.engine.engine import EngineStats
 from kimijax.engine.request import Sampling
 from kimijax.engine.runner import EngineRunner
+from kimijax.engine.stats import EngineStats
 from kimijax.loader import NANO, load_tokenizer
 from kimijax.serve import status_log
 from kimijax.speculative_options import SpeculativeOptions

@@ -7,15 +7,12 @@ the host. What a program did is known one step late; a request that has ended me
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ..acceptance import Acceptance
 from ..drafter import Drafter
 from ..errors import ConfigError, RequestError
 from ..logprobs import Logprobs
@@ -25,63 +22,17 @@ from ..speculative_options import SpeculativeOptions
 from .adaptive import Adaptive, Status
 from .config import EngineConfig, bucket
 from .device import Start
+from .flight import Bucket, Flight, StepPlan, groups_of, token_logprobs
 from .programs import Batch, Programs
 from .request import WIDEST, Constraint, ConstraintError, Phase, Request, Sampling, StepOutput, TokenLogprobs
 from .rule_programs import RulePrograms, RuleRows
 from .scheduler import PrefillPlan, Scheduler
+from .stats import EngineStats
 from .warm_up import measure_costs, warm_up_programs
 
 log = logging.getLogger(__name__)
 
-Bucket = tuple[int, int]  # batch size, window
 _STATUS_INTERVAL = 16  # choices between two estimates for `EngineStats`
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Counters. The moment's first, then those that only grow."""
-
-    n_running: int
-    n_waiting: int
-    free_pages: int  # and those that hold prefixes which nobody uses
-    total_pages: int
-    n_prompt_tokens: int = 0  # of admitted requests
-    n_cached_tokens: int = 0  # of these, found in the prefix cache
-    n_output_tokens: int = 0
-    n_preempted: int = 0
-    accepted: Mapping[int, Sequence[int]] = field(default_factory=dict[int, Sequence[int]])  # k -> see `acceptance`
-    n_without_guesses: int = 0  # rounds whose drafter's logits were not a number
-    speculation: Status | None = None  # lately, where the number of drafts is chosen
-    simulated: bool = False  # acceptance is pretended: the tokens are no output
-
-    @property
-    def acceptance(self) -> Acceptance:
-        """Exact counts of all rounds with drafts, from how many of them accepted 0, 1, ... k."""
-        return sum((Acceptance.of_counts(counts) for counts in self.accepted.values()), Acceptance())
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A decoding step under way."""
-
-    requests: tuple[Request, ...]
-    record: Record
-    logprobs: Logprobs | None
-    k: int
-    most: int  # tokens that it may add to a request
-    least: int  # tokens that it adds to a request that it does not end
-    fresh: frozenset[str]  # requests whose first round has no guesses
-    bucket: Bucket
-    begun: float
-    alone: bool  # nothing else ran between the step before and this one
-
-
-class StepPlan(NamedTuple):
-    """Of a decoding step."""
-
-    k: int
-    n_rounds: int
-    prepare: bool  # the next step may have drafts
 
 
 class Engine:
@@ -126,7 +77,7 @@ class Engine:
         self._adaptive: Adaptive[Bucket, str] | None = None  # from warm-up on
         self._state = self._programs.new_state()
         self._scheduler = self._new_scheduler()
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._unprepared: set[str] = (
             set()
         )  # requests whose next round guesses nothing: the drafter has no output for them
@@ -243,7 +194,7 @@ class Engine:
         flight = self._decode(alone=n_plans == 0)
         self._drain()
         # A request that has ended meanwhile idles in the new step; if all have, there is nothing to read.
-        self._flight = flight if flight is not None and _is_alive(flight) else None
+        self._flight = flight if flight is not None and flight.is_alive else None
         outputs, self._undelivered = self._undelivered, []
         return outputs
 
@@ -266,7 +217,7 @@ class Engine:
                 self._state = self._rules.begin(self._state, request)
             self._unprepared.add(request.id)
 
-    def _decode(self, *, alone: bool) -> _Flight | None:
+    def _decode(self, *, alone: bool) -> Flight | None:
         """Start a decoding step, with pages for every row that it may write."""
         s, p = self._scheduler, self._programs
         while requests := s.ready():
@@ -291,7 +242,7 @@ class Engine:
         p = self._programs
         k = p.most_drafts
         if k and self._adaptive is not None:
-            of, groups = self._bucket(len(requests), longest + p.touched(k, p.most_rounds(k))), _groups(requests)
+            of, groups = self._bucket(len(requests), longest + p.touched(k, p.most_rounds(k))), groups_of(requests)
             k = self._adaptive.choose(of, groups).k
             self._n_chosen += 1
             if self._n_chosen % _STATUS_INTERVAL == 1:
@@ -310,7 +261,7 @@ class Engine:
 
     def _start_decode(
         self, requests: Sequence[Request], batch: Batch, rules: bool, choice: StepPlan, alone: bool
-    ) -> _Flight:
+    ) -> Flight:
         k, n_rounds, prepare = choice
         begun, found = time.perf_counter(), None
         if rules:
@@ -327,7 +278,7 @@ class Engine:
         most, least = n_rounds * (k + 1), n_rounds
         self._scheduler.begin(requests, most, least)
         size = len(batch.places), batch.table.shape[1] * self.config.page_size
-        return _Flight(tuple(requests), record, found, k, most, least, fresh, size, begun, alone and not rules)
+        return Flight(tuple(requests), record, found, k, most, least, fresh, size, begun, alone and not rules)
 
     def _rule_round(self, requests: Sequence[Request], batch: Batch, k: int) -> tuple[Record, Logprobs]:
         """A round in two halves, with the masks of grammars along the draft in between."""
@@ -379,19 +330,19 @@ class Engine:
         self._last_read = now
         accepted = accepted[:n_rounds, : len(flight.requests)]
         if self._adaptive is not None and n_rounds:
-            self._learn(self._adaptive, flight, accepted, seconds)
+            flight.teach(self._adaptive, accepted, seconds)
         rows = zip(flight.requests, tokens, produced, accepted.T.tolist(), strict=False)  # the last are padding
         for i, (request, of_row, n_drawn, rounds) in enumerate(rows):
             if request.phase is Phase.FINISHED:
                 continue  # cancelled, or found to have ended by the step before
             drawn = of_row[:n_drawn]
-            own = _logprobs(found, i, drawn, request) if found else ()
+            own = token_logprobs(found, i, drawn, request) if found else ()
             n_new = self._commit(request, drawn, own, flight)
             if flight.k:
                 self._count(flight, request, rounds, n_new, n_drawn)
         return True
 
-    def _count(self, flight: _Flight, request: Request, accepted: Sequence[int], n_new: int, n_drawn: int) -> None:
+    def _count(self, flight: Flight, request: Request, accepted: Sequence[int], n_new: int, n_drawn: int) -> None:
         """Count a request's rounds with drafts, as long as they began before its end.
 
         Args:
@@ -417,23 +368,6 @@ class Engine:
         if n_drawn > at and flight.logprobs is None:
             self._note_broken_drafter(request)
 
-    def _learn(self, adaptive: Adaptive[Bucket, str], flight: _Flight, accepted: np.ndarray, seconds: float) -> None:
-        """What the step cost and what became of its drafts; accepted: int [rounds, B], -1 where there were none."""
-        k = flight.k
-        if not flight.alone:  # the time is not this step's alone
-            seconds = adaptive.costs.seconds(flight.bucket, k) * len(accepted)
-        rows: dict[str, list[int]] = {}
-        for i, r in enumerate(flight.requests):
-            rows.setdefault(_group(r), []).append(i)
-        n_rounds = len(accepted)
-        if k == 0:
-            by_group = {group: [0] * (n_rounds * len(own)) for group, own in rows.items()}
-        else:
-            found = {group: accepted[:, own] for group, own in rows.items()}
-            by_group = {group: x[x >= 0].tolist() for group, x in found.items() if (x >= 0).any()}
-        if by_group:
-            adaptive.observe(flight.bucket, k, max(seconds / n_rounds, 1e-9), by_group, n_rounds)
-
     def _note_broken_drafter(self, request: Request) -> None:
         """The text is right all the same, but nothing is gained any more."""
         if not self._n_without_guesses:
@@ -445,7 +379,7 @@ class Engine:
         self._n_without_guesses += 1
 
     def _commit(
-        self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], flight: _Flight
+        self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], flight: Flight
     ) -> int:
         """Record drawn tokens up to the request's end; how many those were."""
         output = request.output
@@ -479,7 +413,7 @@ class Engine:
     def _finish(self, request: Request) -> None:
         self._unprepared.discard(request.id)
         self._scheduler.finish(request)
-        if self._flight is not None and not _is_alive(self._flight):
+        if self._flight is not None and not self._flight.is_alive:
             # Nothing of it is wanted, and nobody may step for long: read later it would seem to have taken that long.
             self._flight = None
 
@@ -528,33 +462,3 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises RuntimeError when pages, places and requests do not add up."""
         self._scheduler.check_integrity()
-
-
-def _is_alive(flight: _Flight) -> bool:
-    return any(r.phase is not Phase.FINISHED for r in flight.requests)
-
-
-def _group(request: Request) -> str:
-    """Kinds of requests whose drafts fare differently."""
-    return "greedy" if request.is_greedy else "sampled"
-
-
-def _groups(requests: Sequence[Request]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for r in requests:
-        group = _group(r)
-        counts[group] = counts.get(group, 0) + 1
-    return counts
-
-
-def _logprobs(found: Sequence[np.ndarray], i: int, tokens: Sequence[int], request: Request) -> list[TokenLogprobs]:
-    """Of one row's tokens; none where they were not asked for."""
-    n = request.sampling.logprobs
-    if n is None:
-        return []
-    chosen, ids, top = (x[i] for x in found)
-    out: list[TokenLogprobs] = []
-    for at, token in enumerate(tokens):
-        best = zip(ids[at, :n].tolist(), top[at, :n].tolist(), strict=True)
-        out.append(TokenLogprobs(token, float(chosen[at]), tuple(best)))
-    return out

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
-from .engine import EngineStats
 from .request import Request, StepOutput
+from .stats import EngineStats
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,92 @@
+"""A decoding step between its start and the reading of its results."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..logprobs import Logprobs
+from ..rounds import Record
+from .adaptive import Adaptive
+from .request import Phase, Request, TokenLogprobs
+
+Bucket = tuple[int, int]  # batch size, window
+
+
+class StepPlan(NamedTuple):
+    """Of a decoding step."""
+
+    k: int
+    n_rounds: int
+    prepare: bool  # the next step may have drafts
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A decoding step under way."""
+
+    requests: tuple[Request, ...]
+    record: Record
+    logprobs: Logprobs | None
+    k: int
+    most: int  # tokens that it may add to a request
+    least: int  # tokens that it adds to a request that it does not end
+    fresh: frozenset[str]  # requests whose first round has no guesses
+    bucket: Bucket
+    begun: float
+    alone: bool  # nothing else ran between the step before and this one
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether anything of it is wanted."""
+        return any(r.phase is not Phase.FINISHED for r in self.requests)
+
+    def teach(self, adaptive: Adaptive[Bucket, str], accepted: np.ndarray, seconds: float) -> None:
+        """Say what the step cost and what became of its drafts.
+
+        Args:
+          adaptive: who listens.
+          accepted: int [rounds, B], -1 where there were none.
+          seconds: that it took, with whatever ran before it.
+        """
+        k = self.k
+        if not self.alone:  # the time is not this step's alone
+            seconds = adaptive.costs.seconds(self.bucket, k) * len(accepted)
+        rows: dict[str, list[int]] = {}
+        for i, r in enumerate(self.requests):
+            rows.setdefault(group_of(r), []).append(i)
+        n_rounds = len(accepted)
+        if k == 0:
+            by_group = {group: [0] * (n_rounds * len(own)) for group, own in rows.items()}
+        else:
+            found = {group: accepted[:, own] for group, own in rows.items()}
+            by_group = {group: x[x >= 0].tolist() for group, x in found.items() if (x >= 0).any()}
+        if by_group:
+            adaptive.observe(self.bucket, k, max(seconds / n_rounds, 1e-9), by_group, n_rounds)
+
+
+def group_of(request: Request) -> str:
+    """Kinds of requests whose drafts fare differently."""
+    return "greedy" if request.is_greedy else "sampled"
+
+
+def groups_of(requests: Sequence[Request]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for r in requests:
+        group = group_of(r)
+        counts[group] = counts.get(group, 0) + 1
+    return counts
+
+
+def token_logprobs(found: Sequence[np.ndarray], i: int, tokens: Sequence[int], request: Request) -> list[TokenLogprobs]:
+    """Of one row's tokens; none where they were not asked for."""
+    n = request.sampling.logprobs
+    if n is None:
+        return []
+    chosen, ids, top = (x[i] for x in found)
+    out: list[TokenLogprobs] = []
+    for at, token in enumerate(tokens):
+        best = zip(ids[at, :n].tolist(), top[at, :n].tolist(), strict=True)
+        out.append(TokenLogprobs(token, float(chosen[at]), tuple(best)))
+    return out
