@@ -53,30 +53,26 @@ class Flight:
         k = self.k
         if not self.alone:  # the time is not this step's alone
             seconds = adaptive.costs.seconds(self.bucket, k) * len(accepted)
-        rows: dict[str, list[int]] = {}
-        for i, r in enumerate(self.requests):
-            rows.setdefault(group_of(r), []).append(i)
-        n_rounds = len(accepted)
-        if k == 0:
-            by_group = {group: [0] * (n_rounds * len(own)) for group, own in rows.items()}
-        else:
-            found = {group: accepted[:, own] for group, own in rows.items()}
-            by_group = {group: x[x >= 0].tolist() for group, x in found.items() if (x >= 0).any()}
+        greedy = np.asarray([r.is_greedy for r in self.requests], np.bool_)
+        by_group: dict[str, list[int]] = {}
+        for group, own in zip(_GROUPS, (greedy, ~greedy), strict=True):
+            of_group = accepted[:, own]
+            numbers = [0] * of_group.size if k == 0 else of_group[of_group >= 0].tolist()
+            if numbers:
+                by_group[group] = numbers
         if by_group:
+            n_rounds = len(accepted)
             adaptive.observe(self.bucket, k, max(seconds / n_rounds, 1e-9), by_group, n_rounds)
 
 
-def group_of(request: Request) -> str:
-    """Kinds of requests whose drafts fare differently."""
-    return "greedy" if request.is_greedy else "sampled"
+_GROUPS = ("greedy", "sampled")  # kinds of requests whose drafts fare differently
 
 
 def groups_of(requests: Sequence[Request]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for r in requests:
-        group = group_of(r)
-        counts[group] = counts.get(group, 0) + 1
-    return counts
+    """How many requests there are of each kind."""
+    n = sum(r.is_greedy for r in requests)
+    counts = zip(_GROUPS, (n, len(requests) - n), strict=True)
+    return {group: count for group, count in counts if count}
 
 
 def token_logprobs(found: Sequence[np.ndarray], i: int, tokens: Sequence[int], request: Request) -> list[TokenLogprobs]:
