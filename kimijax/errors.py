@@ -28,3 +28,16 @@ class RequestError(ValueError):
         self.field = field
         self.message = message
         super().__init__(f"{field}: {message}")
+
+
+def check_integer(field: str, value: object, least: int, most: int | None) -> None:
+    """Raises RequestError for a field of another type, or out of range; None: no upper bound."""
+    wanted = f"an integer >= {least}" if most is None else f"an integer in {least} ... {most}"
+    if type(value) is not int or value < least or (most is not None and value > most):
+        raise RequestError(field, f"found {value!r}, expected {wanted}")
+
+
+def check_number(field: str, value: object, least: float, most: float) -> None:
+    """Raises RequestError for a field of another type, or out of range."""
+    if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]  # NaN is refused too
+        raise RequestError(field, f"found {value!r}, expected a number in {least} ... {most}")

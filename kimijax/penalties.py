@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .errors import RequestError
+from .errors import RequestError, check_integer, check_number
 
 NO_ID = -1  # pads lists of ids
 
@@ -78,16 +78,15 @@ class Rules:
         Raises:
           RequestError: naming the first field of the wrong type, out of range, or with more entries than fit.
         """
-        _number("repetition_penalty", self.repetition_penalty, 0, MAX_PENALTY)
+        check_number("repetition_penalty", self.repetition_penalty, 0, MAX_PENALTY)
         if self.repetition_penalty == 0:
             raise RequestError("repetition_penalty", f"found 0, expected 0 < repetition_penalty <= {MAX_PENALTY}")
-        _number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-        _number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        check_number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        check_number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
         for token, bias in self.logit_bias.items():
             _id("logit_bias", token, n_tokens)
-            _number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
-        if type(self.min_tokens) is not int or self.min_tokens < 0:
-            raise RequestError("min_tokens", f"found {self.min_tokens!r}, expected an integer >= 0")
+            check_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+        check_integer("min_tokens", self.min_tokens, 0, None)
         for word in self.bad_words:
             if not word:
                 raise RequestError("bad_words", "found a word without tokens, expected at least one")
@@ -98,11 +97,6 @@ class Rules:
         _fits("min_tokens", need.stops, widest.stops, "stop ids")
         _fits("bad_words", need.words, widest.words, "words")
         _fits("bad_words", need.word_length, widest.word_length, "tokens in a word")
-
-
-def _number(name: str, value: object, least: float, most: float) -> None:
-    if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]  # NaN is refused too
-        raise RequestError(name, f"found {value!r}, expected a number in {least} ... {most}")
 
 
 def _id(name: str, token: object, n_tokens: int) -> None:

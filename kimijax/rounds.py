@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .cache import CacheView
 from .model import Target
 from .sampling import SamplingRows, sample
-from .speculation import Proposer, Round, RowState
+from .speculation import Proposer, Round, RowState, is_end
 from .verification import NO_TOKEN
 
 
@@ -26,10 +26,33 @@ class Record(NamedTuple):
     accepted: jax.Array  # int32 [R, B], -1 where the row idled, or had no guesses
     n_rounds: jax.Array  # int32, that were run
 
+    @staticmethod
+    def empty(batch: int, room: int, most: int, n_guesses: int) -> "Record":
+        """Before the first of `most` rounds."""
+        return Record(
+            jnp.full((batch, room), NO_TOKEN, jnp.int32),
+            jnp.zeros(batch, jnp.int32),
+            jnp.zeros(batch, jnp.bool),
+            jnp.full((most, batch, n_guesses), NO_TOKEN, jnp.int32),
+            jnp.full((most, batch), -1, jnp.int32),
+            jnp.int32(0),
+        )
 
-def is_end(tokens: jax.Array, ends: jax.Array) -> jax.Array:
-    """Which tokens int32 [B, T] end their row: those in ends int32 [B, E], and what is no token. bool [B, T]."""
-    return (tokens[..., None] == ends[:, None]).any(axis=-1) | (tokens < 0)
+    def after(self, made: Round, budget: jax.Array, ends: jax.Array) -> "Record":
+        """With one round more, of rows with a budget int32 [B] that end at `ends` int32 [B, E]."""
+        b, room = self.tokens.shape
+        offset = jnp.arange(made.tokens.shape[1], dtype=jnp.int32)[None]
+        counts = offset < made.committed[:, None]
+        places = jnp.where(counts, self.produced[:, None] + offset, room)  # past the end: dropped
+        guessed = (budget > 0) & (made.guesses >= 0).any(axis=1)
+        return Record(
+            self.tokens.at[jnp.arange(b)[:, None], places].set(made.tokens, mode="drop"),
+            self.produced + made.committed,
+            self.ended | (is_end(made.tokens, ends) & counts).any(axis=1),
+            self.guesses.at[self.n_rounds].set(made.guesses),
+            self.accepted.at[self.n_rounds].set(jnp.where(guessed, made.accepted, -1)),
+            self.n_rounds + 1,
+        )
 
 
 def decode_rounds[S, View: CacheView](
@@ -38,7 +61,6 @@ def decode_rounds[S, View: CacheView](
     left: jax.Array,
     ends: jax.Array,
     *,
-    width: int,
     n_guesses: int,
     room: int,
     most: int,
@@ -51,13 +73,11 @@ def decode_rounds[S, View: CacheView](
       state: both views have room for all rows that the rounds can write.
       left: int32 [B], most tokens of each row, at most `room`; 0: the row idles.
       ends: int32 [B, E], ids that end a row, padded with NO_TOKEN.
-      width: tokens that a round commits at the most.
       n_guesses: of a round.
       room: tokens of a row that are kept.
       most: R.
       n_rounds: at most R; None: R.
     """
-    b = left.shape[0]
 
     def busy(record: Record) -> jax.Array:
         return ~record.ended & (record.produced < left)
@@ -69,27 +89,9 @@ def decode_rounds[S, View: CacheView](
         record, state = carry
         budget = jnp.where(busy(record), left - record.produced, 0)
         made, state = step(state, budget)
-        offset = jnp.arange(width, dtype=jnp.int32)[None]
-        counts = offset < made.committed[:, None]
-        places = jnp.where(counts, record.produced[:, None] + offset, room)  # past the end: dropped
-        guessed = (budget > 0) & (made.guesses >= 0).any(axis=1) if n_guesses else jnp.zeros(b, jnp.bool)
-        return Record(
-            record.tokens.at[jnp.arange(b)[:, None], places].set(made.tokens, mode="drop"),
-            record.produced + made.committed,
-            record.ended | (is_end(made.tokens, ends) & counts).any(axis=1),
-            record.guesses.at[record.n_rounds].set(made.guesses),
-            record.accepted.at[record.n_rounds].set(jnp.where(guessed, made.accepted, -1)),
-            record.n_rounds + 1,
-        ), state
+        return record.after(made, budget, ends), state
 
-    record = Record(
-        jnp.full((b, room), NO_TOKEN, jnp.int32),
-        jnp.zeros(b, jnp.int32),
-        jnp.zeros(b, jnp.bool),
-        jnp.full((most, b, n_guesses), NO_TOKEN, jnp.int32),
-        jnp.full((most, b), -1, jnp.int32),
-        jnp.int32(0),
-    )
+    record = Record.empty(left.shape[0], room, most, n_guesses)
     return jax.lax.while_loop(go_on, run, (record, state))
 
 
@@ -135,12 +137,5 @@ def plain_rounds[S, View: CacheView](
     kept = state.proposer
     if proposer is not None:
         kept = proposer.observe(kept, seen, tokens, begin, produced, prepare)
-    record = Record(
-        tokens,
-        produced,
-        ended,
-        jnp.zeros((most, b, 0), jnp.int32),
-        jnp.full((most, b), -1, jnp.int32),
-        n,
-    )
+    record = Record.empty(b, most, most, 0)._replace(tokens=tokens, produced=produced, ended=ended, n_rounds=n)
     return record, RowState(token, begin + produced, view, kept)

@@ -346,13 +346,19 @@ def _pretended(found: Verified, proposal: Proposal, accepted: jax.Array) -> Veri
     return Verified(tokens, n[:, 0])
 
 
+def is_end(tokens: jax.Array, ends: jax.Array) -> jax.Array:
+    """Which tokens int32 [B, T] end their row: those in ends int32 [B, E], and what is no token. bool [B, T].
+
+    What followed a token that is none would be drawn after nothing.
+    """
+    return (tokens[..., None] == ends[:, None]).any(axis=-1) | (tokens < 0)
+
+
 def committed_tokens(found: Verified, budget: jax.Array, ends: jax.Array) -> jax.Array:
     """How many tokens of a verified block count, int32 [B]: up to the budget and the first end; `speculative_round`."""
     width = found.tokens.shape[1]
     offset = jnp.arange(width, dtype=jnp.int32)[None]
-    # A token that is none ends the row as well: what followed it would be drawn after nothing.
-    last = (found.tokens[..., None] == ends[:, None]).any(axis=-1) | (found.tokens < 0)
-    until_end = jnp.where(last, offset + 1, width).min(axis=-1)
+    until_end = jnp.where(is_end(found.tokens, ends), offset + 1, width).min(axis=-1)
     return jnp.minimum(jnp.minimum(found.accepted + 1, until_end), jnp.maximum(budget, 0))
 
 

@@ -21,7 +21,7 @@ from .cache import CacheView, Window
 from .drafter import Drafter, draft_cache
 from .errors import ConfigError, RequestError
 from .model import Target
-from .rounds import Record, decode_rounds, is_end
+from .rounds import Record, decode_rounds
 from .sampling import SamplingRows
 from .speculation import (
     ChainState,
@@ -29,6 +29,7 @@ from .speculation import (
     Proposer,
     Round,
     RowState,
+    is_end,
     prefill_chunk,
     speculative_round,
 )
@@ -96,7 +97,7 @@ def run_rounds[S, View: CacheView](
     over = (limit > 0) & is_end(state.token[:, None], ends)[:, 0]
     begun = (limit > 0).astype(jnp.int32)
     left = jnp.where(over, 0, limit - begun)
-    sizes = {"width": k + 1, "n_guesses": k, "room": room - 1, "most": max(room - 1, 1)}
+    sizes = {"n_guesses": k, "room": room - 1, "most": max(room - 1, 1)}
     record, state = decode_rounds(step, state, left, ends, **sizes)
     return record._replace(
         tokens=jnp.concatenate([first[:, None], record.tokens], axis=1),
@@ -138,10 +139,8 @@ class Speculator:
         Raises:
           ConfigError: a drafter wired for another target, or a context beyond the positions of either.
         """
-        w, t, d = drafter.wiring, target.config, drafter.config
-        if (w.target_layers, w.target_hidden) != (t.n_layers, t.hidden):
-            found, expected = (w.target_layers, w.target_hidden), f"{(t.n_layers, t.hidden)}, the target's"
-            raise ConfigError("drafter.wiring (target_layers, target_hidden)", found, expected)
+        t, d = target.config, drafter.config
+        drafter.wiring.check_target(t.n_layers, t.hidden)
         if context_length > min(t.max_positions, d.max_positions):
             expected = f"at most {t.max_positions}, the target's positions, and {d.max_positions}, the drafter's"
             raise ConfigError("context_length", context_length, expected, "shorten the prompts or the answers")

@@ -64,6 +64,13 @@ class Wiring:
         """Inputs of the fusion layer."""
         return len(self.taps) * self.target_hidden
 
+    def check_target(self, n_layers: int, hidden: int) -> None:
+        """Refuse a target of another size. ConfigError names both."""
+        found = (self.target_layers, self.target_hidden)
+        if found != (n_layers, hidden):
+            expected = f"{(n_layers, hidden)}, the target's"
+            raise ConfigError("drafter.wiring (target_layers, target_hidden)", found, expected)
+
     @classmethod
     def default(cls, target_layers: int, target_hidden: int) -> "Wiring":
         """The published choice of taps, see `default_taps`."""

@@ -20,18 +20,10 @@ from kimijax.safetensors_io import INDEX_FILE
 from kimijax.serving_plan import MemoryPlan, Roofline, plan_memory, roofline
 
 from .config import DEFAULT_COMPILATION_CACHE, ServerConfig
-from .speculation_flags import flag_name
+from .speculation_flags import FLAGS, NOT_SETTINGS, flag_name
 from .startup import DTYPES, Resolved, check_weights, resolve
 
-_SPECULATION = {
-    "speculative_algorithm": "algorithm",
-    "speculative_num_steps": "num_steps",
-    "speculative_eagle_topk": "eagle_topk",
-    "speculative_num_draft_tokens": "num_draft_tokens",
-    "speculative_adaptive": "adaptive",
-    "speculative_use_block_verification": "block_verification",
-    "speculative_simulate_acc_len": "simulate_acc_len",
-}
+_SPECULATION = {flag: name for name, flag in FLAGS.items() if name not in NOT_SETTINGS}
 
 
 def check(config: ServerConfig) -> str:

@@ -13,7 +13,7 @@ from kimijax.errors import ConfigError
 from kimijax.speculative_options import OFF, SpeculativeOptions
 
 # Names of `SpeculativeOptions.resolve` and the flags that set them.
-_FLAGS = {
+FLAGS = {
     "algorithm": "speculative_algorithm",
     "draft": "speculative_draft_model_path",
     "convention": "layer_id_convention",
@@ -24,10 +24,11 @@ _FLAGS = {
     "block_verification": "speculative_use_block_verification",
     "simulate_acc_len": "speculative_simulate_acc_len",
 }
+NOT_SETTINGS = ("draft", "convention")  # they name a draft, and how to read it
 _JSON, _TOKENS = "speculative_config", "spec_tokens"
 _JSON_KEYS: dict[str, type] = {"method": str, "model": str, "num_speculative_tokens": int}
 # What vLLM's object says, or leaves to its own defaults: no flag may say it too.
-_IN_JSON = (*(_FLAGS[n] for n in ("algorithm", "draft", "num_steps", "eagle_topk", "num_draft_tokens")), _TOKENS)
+_IN_JSON = (*(FLAGS[n] for n in ("algorithm", "draft", "num_steps", "eagle_topk", "num_draft_tokens")), _TOKENS)
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class SpeculationFlags:
     @property
     def settings(self) -> dict[str, Any]:
         """The arguments of `SpeculativeOptions.resolve` that these are."""
-        return {name: value for name, value in vars(self).items() if name not in ("draft", "convention")}
+        return {name: value for name, value in vars(self).items() if name not in NOT_SETTINGS}
 
     @property
     def is_off(self) -> bool:
@@ -60,11 +61,11 @@ class SpeculationFlags:
         Raises:
           ConfigError: two dialects at once, an unknown key, or anything that is set without an algorithm.
         """
-        flags = cls(**{name: fields[flag] for name, flag in _FLAGS.items()})
+        flags = cls(**{name: fields[flag] for name, flag in FLAGS.items()})
         tokens, data = fields[_TOKENS], fields[_JSON]
         if tokens is not None:
             if flags.num_draft_tokens is not None:
-                raise _both(_TOKENS, tokens, _FLAGS["num_draft_tokens"])
+                raise _both(_TOKENS, tokens, FLAGS["num_draft_tokens"])
             if tokens < 1:
                 raise ConfigError(flag_name(_TOKENS), tokens, "1 or more")
             flags = dataclasses.replace(flags, num_draft_tokens=tokens + 1)
@@ -93,11 +94,11 @@ class SpeculationFlags:
             for name, value in vars(self).items():
                 if value is not None:
                     fix = "add --speculative-algorithm EAGLE3, or leave it out"
-                    raise ConfigError(flag_name(_FLAGS[name]), value, "no such setting without an algorithm", fix)
+                    raise ConfigError(flag_name(FLAGS[name]), value, "no such setting without an algorithm", fix)
         elif self.is_off:
             SpeculativeOptions.resolve(draft=self.draft, **self.settings)  # names what is set beside it
         if self.convention is not None and self.draft is None:
-            flag = flag_name(_FLAGS["convention"])
+            flag = flag_name(FLAGS["convention"])
             raise ConfigError(flag, self.convention, "no such setting without a draft", "leave it out")
 
 

@@ -23,6 +23,7 @@ from kimijax.engine.request import Request
 from kimijax.model import Target
 from kimijax.rounds import Record
 from kimijax.speculative_options import SpeculativeOptions
+from kimijax.wiring import Wiring
 
 VOCABULARY = 40
 EOS = 0
@@ -248,7 +249,7 @@ def make_engine(k: int = 0, width: int = 1, **sizes: Any) -> tuple[Engine, FakeP
     config = EngineConfig(**sizes)
     own = SimpleNamespace(max_positions=config.context_length, vocab_size=VOCABULARY, n_layers=1, hidden=1)
     drafter = SimpleNamespace(
-        wiring=SimpleNamespace(target_layers=1, target_hidden=1),
+        wiring=Wiring((0,), 1, 1),
         config=SimpleNamespace(max_positions=config.context_length),
     )
     options = SpeculativeOptions("EAGLE3", k, width, k * width + 1, adaptive=False) if k else None

@@ -21,7 +21,6 @@ from ..rounds import Record
 from ..speculative_options import SpeculativeOptions
 from .adaptive import Adaptive, Status
 from .config import EngineConfig, bucket
-from .device import Start
 from .flight import Bucket, Flight, StepPlan, groups_of, token_logprobs
 from .programs import Batch, Programs
 from .request import WIDEST, Constraint, ConstraintError, Phase, Request, Sampling, StepOutput, TokenLogprobs
@@ -99,10 +98,7 @@ class Engine:
             raise ConfigError("speculation", options, "settings exactly where there is a drafter")
         if drafter is None:
             return
-        w, t = drafter.wiring, model.config
-        if (w.target_layers, w.target_hidden) != (t.n_layers, t.hidden):
-            found, expected = (w.target_layers, w.target_hidden), f"{(t.n_layers, t.hidden)}, the target's"
-            raise ConfigError("drafter.wiring (target_layers, target_hidden)", found, expected)
+        drafter.wiring.check_target(model.config.n_layers, model.config.hidden)
         if config.context_length > drafter.config.max_positions:
             expected = f"at most the drafter's {drafter.config.max_positions} positions"
             raise ConfigError("context_length", config.context_length, expected)
@@ -452,8 +448,6 @@ class Engine:
                 report("measuring rounds")
             self._state, costs = measure_costs(self._programs, self._state)
             self._adaptive = Adaptive(costs, self._recorded)
-        self._state = self._programs.start_blank(self._state, self.config.max_batch, Start.blank())
-        jax.block_until_ready(self._state)
 
     def n_compiled(self) -> int:
         """Programs compiled so far; constant after `warm_up`."""

@@ -113,6 +113,10 @@ class ProgramSet:
         where = None if self.mesh is None else NamedSharding(self.mesh, P())
         return jax.jit(program, donate_argnames="state", static_argnames=static, out_shardings=where)
 
+    def simulated_of(self, k: int) -> jax.Array | None:
+        """Pretended acceptance of a round of k drafts; None: it is real."""
+        return jnp.asarray(self.simulated[:k]) if k and self.simulated is not None else None
+
     def call(self, program: Any, *args: Any, **static: Any) -> Any:
         if self.mesh is None:
             return program(self.leaves, *args, **static)
@@ -322,7 +326,7 @@ class Programs(ProgramSet):
         else:
             assert drafter is not None
             n_guesses = k if self.shape is None else self.shape.budget
-            sizes = {"width": k + 1, "n_guesses": n_guesses, "room": most * (k + 1), "most": most}
+            sizes = {"n_guesses": n_guesses, "room": most * (k + 1), "most": most}
             step = self._step(target, drafter, slots, k)
             record, rows = decode_rounds(step, rows, slots.left, slots.ends, n_rounds=n_rounds, **sizes)
         cache, draft = self.stored(state, slots, rows, table, most * (k + 1))
@@ -339,8 +343,7 @@ class Programs(ProgramSet):
 
             return branch
         chain = DraftChain(drafter, self.n_tokens)
-        simulated = None if self.simulated is None else jnp.asarray(self.simulated[:k])
-        options |= {"k": k, "rule": self.rule, "simulated": simulated}
+        options |= {"k": k, "rule": self.rule, "simulated": self.simulated_of(k)}
 
         def step(rows: RowState[Any, Any], budget: jax.Array) -> tuple[Round, RowState[Any, Any]]:
             return speculative_round(target, chain, rows, slots.rows, budget, slots.ends, **options)

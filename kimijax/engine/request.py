@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from ..acceptance import Acceptance
-from ..errors import RequestError
+from ..errors import RequestError, check_integer, check_number
 from ..penalties import Rules, Widths
 from .prefix import Lease
 
@@ -60,32 +60,21 @@ class Sampling:
 
     def check(self, vocab_size: int) -> None:
         """Raises RequestError naming the first field of the wrong type or out of range."""
-        _number("temperature", self.temperature, 0, MAX_TEMPERATURE)
-        _number("top_p", self.top_p, 0, 1)
+        check_number("temperature", self.temperature, 0, MAX_TEMPERATURE)
+        check_number("top_p", self.top_p, 0, 1)
         if self.top_p == 0:
             raise RequestError("top_p", f"found {self.top_p}, expected 0 < top_p <= 1")
-        _integer("top_k", self.top_k, 0, 2**31 - 1)
-        _number("min_p", self.min_p, 0, 1)
+        check_integer("top_k", self.top_k, 0, 2**31 - 1)
+        check_number("min_p", self.min_p, 0, 1)
         if self.seed is not None:
-            _integer("seed", self.seed, 0, 2**63 - 1)
+            check_integer("seed", self.seed, 0, 2**63 - 1)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, None)
+            check_integer("max_tokens", self.max_tokens, 1, None)
         for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, vocab_size - 1)
+            check_integer("stop_token_ids", token, 0, vocab_size - 1)
         if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
-        _integer("priority", self.priority, -(2**31), 2**31 - 1)
-
-
-def _integer(field: str, value: object, least: int, most: int | None) -> None:
-    wanted = f"an integer >= {least}" if most is None else f"an integer in {least} ... {most}"
-    if type(value) is not int or value < least or (most is not None and value > most):
-        raise RequestError(field, f"found {value!r}, expected {wanted}")
-
-
-def _number(field: str, value: object, least: float, most: float) -> None:
-    if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]  # NaN is refused too
-        raise RequestError(field, f"found {value!r}, expected a number in {least} ... {most}")
+            check_integer("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
+        check_integer("priority", self.priority, -(2**31), 2**31 - 1)
 
 
 class Constraint(Protocol):

@@ -15,9 +15,9 @@ import numpy as np
 from ..cache import PagedView
 from ..logprobs import Logprobs, logprobs
 from ..penalties import NO_ID, History, ProcessorRows, chain_before, process, process_draft
-from ..rounds import Record, is_end
-from ..speculation import ChainState, DraftChain, Round, verify_round
-from ..verification import NO_TOKEN, Proposal
+from ..rounds import Record
+from ..speculation import ChainState, DraftChain, verify_round
+from ..verification import Proposal
 from .device import DeviceState, after_rounds, put_rows, row_state, take_rows
 from .programs import Batch, ProgramSet, n_compiled
 from .request import MAX_LOGPROBS, WIDEST, Request
@@ -178,29 +178,11 @@ class RulePrograms:
             experts=base.experts,
             rule=base.rule,
             process=shaped,
-            simulated=None if base.simulated is None or not k else jnp.asarray(base.simulated[:k]),
+            simulated=base.simulated_of(k),
         )
         cache, draft = base.stored(state, slots, rows, table, k + 1)
-        offset = jnp.arange(k + 1, dtype=jnp.int32)[None]
-        tokens = jnp.where(offset < made.committed[:, None], made.tokens, NO_TOKEN)
-        found = logprobs(raw, tokens, wanted, min(MAX_LOGPROBS, raw.shape[-1]))
-        record = _record(made, tokens, slots.ends, slots.left > 0)
-        history = state.history.put(places, history.with_output(tokens, made.committed))
+        record = Record.empty(len(places), k + 1, 1, k).after(made, slots.left, slots.ends)
+        found = logprobs(raw, record.tokens, wanted, min(MAX_LOGPROBS, raw.shape[-1]))
+        history = state.history.put(places, history.with_output(record.tokens, record.produced))
         after = put_rows(state.slots, places, after_rounds(slots, rows, record.produced, record.ended))
         return DeviceState(cache, draft, after, history), record, found
-
-
-def _record(made: Round, tokens: jax.Array, ends: jax.Array, busy: jax.Array) -> Record:
-    """Of one round."""
-    offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    counts = offset < made.committed[:, None]
-    guessed = busy & (made.guesses >= 0).any(axis=1)
-    return Record(
-        tokens,
-        made.committed,
-        # A row that idles has ended before, or is padding.
-        (is_end(tokens, ends) & counts).any(axis=1),
-        made.guesses[None],
-        jnp.where(guessed, made.accepted, -1)[None],
-        jnp.int32(1),
-    )
