@@ -14,7 +14,7 @@ from flax import nnx
 from .config import TargetConfig
 from .layers import Weight, declare, declare_norm, linear, rms_norm
 from .rope import rotate, softmax_scale
-from .sharding import shard
+from .sharding import current_mesh, partition, shard, split_axes
 
 # The expanded form works on blocks of queries, so that keys which come after a whole block are never multiplied.
 QUERY_BLOCK = 128  # smallest block
@@ -125,7 +125,7 @@ class MLA(nnx.Module):
 
         Args:
           query: of T new tokens, whose own latents are already among the keys.
-          keys: [B, S, R + rope].
+          keys: [B, S, R + rope], or [B, n, page, R + rope] where the mesh splits positions within a page.
           visible: bool [B, T, S].
         Returns:
           [B, T, N, v].
@@ -135,14 +135,55 @@ class MLA(nnx.Module):
         # Heads first: XLA's CPU compiler then multiplies the rows by the weights, and not the weights by the rows.
         q_latent = jnp.einsum("nbth,nhr->nbtr", jnp.moveaxis(query.nope, 2, 0), self.k_up[...])
         q = jnp.concatenate([jnp.moveaxis(q_latent, 0, 2), query.rope], axis=-1)
-        q = q.reshape(b, t * n, -1)
-        score = jnp.einsum("bqc,bsc->bqs", q, keys, preferred_element_type=jnp.float32).reshape(b, t, n, -1)
-        p = masked_softmax(score * jnp.float32(softmax_scale(self.config)), visible[:, :, None, :])
-        p = p.astype(keys.dtype).reshape(b, t * n, -1)
-        # The values are the first R columns of the keys; multiplying all columns and cutting the product is free of
-        # copies.
-        latent = jnp.einsum("bqs,bsc->bqc", p, keys)[..., :r].reshape(b, t, n, r)
+        if keys.ndim == 4:
+            latent = over_split_positions(q, keys, visible, softmax_scale(self.config))[..., :r]
+        else:
+            score = jnp.einsum("bqc,bsc->bqs", q.reshape(b, t * n, -1), keys, preferred_element_type=jnp.float32)
+            score = score.reshape(b, t, n, -1) * jnp.float32(softmax_scale(self.config))
+            p = masked_softmax(score, visible[:, :, None, :]).astype(keys.dtype).reshape(b, t * n, -1)
+            # The values are the first R columns of the keys; multiplying all columns and cutting the product is free
+            # of copies.
+            latent = jnp.einsum("bqs,bsc->bqc", p, keys)[..., :r].reshape(b, t, n, r)
         return jnp.moveaxis(jnp.einsum("nbtr,nhr->nbth", jnp.moveaxis(latent, 2, 0), self.v_up[...]), 0, 2)
+
+
+def over_split_positions(q: jax.Array, keys: jax.Array, visible: jax.Array, scale: float) -> jax.Array:
+    """Attention over keys whose positions lie on several devices: every device takes its own positions for all heads.
+
+    Softmax over all of them is exact: each part's sums are brought to the common maximum before they are added
+    (FlashAttention, arXiv:2205.14135, section 3.1). Queries are gathered and outputs scattered by head, so that what
+    follows works on a device's own heads.
+
+    Args:
+      q: [B, T, N, C], its heads split as the table says.
+      keys: [B, n, page, C], which are the values, too.
+      visible: bool [B, T, n * page].
+      scale: of the scores.
+    Returns:
+      [B, T, N, C].
+    """
+    mesh = current_mesh()
+    assert mesh is not None
+    names = split_axes("positions", mesh)
+    visible = visible.reshape(*visible.shape[:2], *keys.shape[1:3])
+
+    def local(q: jax.Array, keys: jax.Array, visible: jax.Array) -> jax.Array:
+        q = jax.lax.all_gather(q, names, axis=2, tiled=True)
+        score = jnp.einsum("btnc,bpsc->btnps", q, keys, preferred_element_type=jnp.float32) * jnp.float32(scale)
+        score = jnp.where(visible[:, :, None], score, -jnp.inf)
+        top = jax.lax.pmax(jnp.max(score, axis=(3, 4), keepdims=True), names)
+        e = jnp.exp(score - jnp.where(jnp.isfinite(top), top, 0.0))
+        part = jnp.einsum("btnps,bpsc->btnc", e.astype(keys.dtype), keys, preferred_element_type=jnp.float32)
+        part = jnp.concatenate([part, e.sum(axis=(3, 4))[..., None]], axis=-1)
+        whole = jax.lax.psum_scatter(part, names, scatter_dimension=2, tiled=True)
+        total = whole[..., -1:]
+        return (whole[..., :-1] / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
+
+    heads = partition(("batch", "replicated", "heads", "latent"), mesh)
+    cached = partition(("batch", "replicated", "positions", "latent"), mesh)
+    seen = partition(("batch", "replicated", "replicated", "positions"), mesh)
+    product = jax.shard_map(local, in_specs=(heads, cached, seen), out_specs=heads, check_vma=False)
+    return product(q, keys, visible)
 
 
 def masked_softmax(score: jax.Array, visible: jax.Array) -> jax.Array:

@@ -6,13 +6,17 @@ out of range, so -1 never reaches an index here: reads of padding are clamped an
 to an index past the end and are dropped.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 import jax
 import jax.numpy as jnp
 
 from .config import TargetConfig
+from .sharding import shard
+from .split_pages import gather_pages, gather_rows, is_split, scatter_rows
+
+LATENT_AXES = ("pages", "positions", "latent")  # of [P, page, C]
 
 
 class CacheView(Protocol):
@@ -25,6 +29,10 @@ class CacheView(Protocol):
 
     def rows(self, layer: int) -> jax.Array:
         """[B, S, R + rope] of one layer; rows beyond a request's tokens hold anything."""
+        ...
+
+    def keys(self, layer: int) -> jax.Array:
+        """What attention reads: `rows`, or [B, n, page, R + rope] where the mesh splits positions within a page."""
         ...
 
     def at(self, layer: int, positions: jax.Array) -> jax.Array:
@@ -42,6 +50,7 @@ class PagedCache:
     """Latents of all requests, one array a layer: a stacked array would be copied layer by layer by XLA."""
 
     layers: tuple[jax.Array, ...]  # L arrays [P, page, R + rope]
+    axes: tuple[str, str, str] = field(default=LATENT_AXES, metadata={"static": True})  # logical, of each
 
     @staticmethod
     def create(config: TargetConfig, n_pages: int, page_size: int, dtype: jnp.dtype) -> "PagedCache":
@@ -70,14 +79,14 @@ class PagedCache:
           positions: int32 [B, T]; a negative position, or one whose page is padding, is not written.
         """
         index, offset = self._places(table, positions)
-        return PagedCache(
-            tuple(_scatter(pages, new, index, offset) for pages, new in zip(self.layers, rows, strict=True))
-        )
+        pairs = zip(self.layers, rows, strict=True)
+        layers = tuple(scatter_rows(pages, new, index, offset, self.axes) for pages, new in pairs)
+        return replace(self, layers=layers)
 
     def write_layer(self, layer: int, rows: jax.Array, table: jax.Array, positions: jax.Array) -> "PagedCache":
         """`write` of one layer."""
-        pages = _scatter(self.layers[layer], rows, *self._places(table, positions))
-        return PagedCache((*self.layers[:layer], pages, *self.layers[layer + 1 :]))
+        pages = scatter_rows(self.layers[layer], rows, *self._places(table, positions), self.axes)
+        return replace(self, layers=(*self.layers[:layer], pages, *self.layers[layer + 1 :]))
 
     def _places(self, table: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Page (n_pages, past the end, where nothing is to be written) and offset of each position, int32 [B, T]."""
@@ -85,10 +94,6 @@ class PagedCache:
         index = jnp.take_along_axis(table, jnp.clip(page, 0, table.shape[1] - 1), axis=1)
         live = (positions >= 0) & (page < table.shape[1]) & (index >= 0)
         return jnp.where(live, index, self.n_pages), offset
-
-
-def _scatter(pages: jax.Array, new: jax.Array, index: jax.Array, offset: jax.Array) -> jax.Array:
-    return pages.at[index, offset].set(new.astype(pages.dtype), mode="drop")
 
 
 @jax.tree_util.register_dataclass
@@ -109,17 +114,25 @@ class PagedView:
         return self.table.shape[1] * self.cache.page_size
 
     def rows(self, layer: int) -> jax.Array:
-        safe = jnp.clip(self.table, 0, self.cache.n_pages - 1)
-        rows = self.cache.layers[layer][safe].reshape(self.table.shape[0], self.length, -1)
+        rows = shard(self._blocks(layer), "batch", "replicated", "replicated", self.cache.axes[2])
+        return rows.reshape(rows.shape[0], self.length, -1)
+
+    def keys(self, layer: int) -> jax.Array:
+        return self._blocks(layer) if is_split(self.cache.axes[1:2]) else self.rows(layer)
+
+    def _blocks(self, layer: int) -> jax.Array:
+        """[B, n, page, R + rope], split as the pages are."""
+        rows = gather_pages(self.cache.layers[layer], self.table, self.cache.axes)
         if self.valid is None:
             return rows
-        is_valid = jnp.arange(self.length, dtype=jnp.int32)[None] < self.valid[:, None]
+        positions = jnp.arange(self.length, dtype=jnp.int32).reshape(1, *rows.shape[1:3])
+        is_valid = positions < self.valid[:, None, None]
         return jnp.where(is_valid[..., None], rows, jnp.zeros((), rows.dtype))
 
     def at(self, layer: int, positions: jax.Array) -> jax.Array:
         positions, size = jnp.clip(positions, 0, self.length - 1), self.cache.page_size
         page = jnp.clip(jnp.take_along_axis(self.table, positions // size, axis=1), 0, self.cache.n_pages - 1)
-        return self.cache.layers[layer][page, positions % size]
+        return gather_rows(self.cache.layers[layer], page, positions % size, self.cache.axes)
 
     def store(self, layer: int, new: jax.Array, start: jax.Array) -> "PagedView":
         positions = start[:, None] + jnp.arange(new.shape[1], dtype=start.dtype)[None]
@@ -140,6 +153,9 @@ class Window:
         return self.layers[0].shape[1]
 
     def rows(self, layer: int) -> jax.Array:
+        return self.layers[layer]
+
+    def keys(self, layer: int) -> jax.Array:
         return self.layers[layer]
 
     def at(self, layer: int, positions: jax.Array) -> jax.Array:

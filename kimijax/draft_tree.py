@@ -205,7 +205,7 @@ class DraftTree[View: CacheView](DraftChain[View]):
         def over(attention: DraftAttention, query: jax.Array, rows: jax.Array) -> jax.Array:
             nonlocal view
             view = view.store(0, rows, length + i * k)
-            return attention.over(query, view.rows(0).astype(rows.dtype), visible)
+            return attention.over(query, view.keys(0).astype(rows.dtype), visible)
 
         hidden = d.run(jnp.maximum(tokens, 0), features, positions, over)
         return hidden, view

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from .cache import CacheView, Window
+from .cache import LATENT_AXES, CacheView, Window
 from .config import TargetConfig
 from .draft_attention import DraftAttention, DraftMLA, Inputs, LlamaAttention, causal
 from .draft_config import DraftConfig
@@ -95,6 +95,11 @@ class Drafter(nnx.Module):
     def dtype(self) -> jnp.dtype:
         """What the layer computes in: that of its matrices, whoever cast them."""
         return self.fc.get_value().dtype
+
+    @property
+    def cache_axes(self) -> tuple[str, str, str]:
+        """Logical axes of the pages [P, page, C] of its cache: latents as the target's, keys and values by head."""
+        return LATENT_AXES if isinstance(self.attention, DraftMLA) else ("pages", "replicated", "heads")
 
     def fuse(self, taps: Mapping[int, jax.Array]) -> jax.Array:
         """The features of the first step, from what the target returned: always through fc.
@@ -170,7 +175,7 @@ class Drafter(nnx.Module):
         def over(attention: DraftAttention, query: jax.Array, rows: jax.Array) -> jax.Array:
             nonlocal cached
             cached = cached if filled else cached.store(0, rows, start)
-            return attention.over(query, cached.rows(0).astype(rows.dtype), visible)
+            return attention.over(query, cached.keys(0).astype(rows.dtype), visible)
 
         hidden = self.run(ids, features, positions, over)
         return hidden, cached
@@ -254,8 +259,9 @@ class Drafter(nnx.Module):
         """The head: `DraftHidden.normed` [B, T, D] to float32 [B, T, Vd]."""
         head = self.lm_head[...]
         with matmul_precision(head.dtype):
-            logits = linear(normed.astype(head.dtype), head, jnp.dtype(jnp.float32))
-        return shard(logits, "batch", "replicated", "vocab")
+            normed = shard(normed.astype(head.dtype), "replica", "replicated", "hidden")
+            logits = linear(normed, head, jnp.dtype(jnp.float32))
+        return shard(logits, "replica", "replicated", "vocab")
 
     def to_target(self, ids: jax.Array) -> jax.Array:
         """Target ids of draft ids, int32 of any shape."""

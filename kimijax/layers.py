@@ -143,4 +143,14 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] to [B, T, D]."""
         gate_up = shard(linear(x, self.gate_up[...]), "batch", "replicated", "gate_up", "ffn")
-        return linear(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], self.down[...])
+        return linear(_gated(gate_up), self.down[...])
+
+
+def gated_mlp(x: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
+    """`MLP` of [..., D] on the weights that one device holds: its part of the sum over F."""
+    return linear(_gated(linear(x, gate_up)), down)
+
+
+def _gated(gate_up: jax.Array) -> jax.Array:
+    """[..., 2, F] to [..., F]."""
+    return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from .chat import ChatTemplate
 from .config import TargetConfig
 from .errors import ConfigError, TokenizerError
-from .sharding import make_mesh
+from .sharding import make_mesh, preset_of
 from .tokenizer import Tokenizer, read_json_object
 
 log = logging.getLogger(__name__)
@@ -30,22 +30,27 @@ class Placement:
     unpack_int4: bool  # on a CPU: no kernel reads packed experts there
 
 
-def place(dtype: Any = None, tensor_parallel: int = 1) -> Placement:
-    """Placement on the devices there are.
+def place(dtype: Any = None, devices: int = 1, preset: str = "tp") -> Placement:
+    """Placement on the devices there are, those of all processes.
 
     Args:
       dtype: of weights and activations; default bfloat16 on a GPU, float32 on a CPU.
-      tensor_parallel: devices to split the model over.
+      devices: to split the model over.
+      preset: how (`sharding.PRESETS`), with or without the number of devices behind it.
     Raises:
-      ConfigError: more devices than there are.
+      ConfigError: more devices than there are, not all of several processes, or no such preset.
     """
+    name = preset_of(preset, devices)
     on_cpu = jax.default_backend() == "cpu"
     if dtype is None:
         dtype = jnp.float32 if on_cpu else jnp.bfloat16
     n = len(jax.devices())
-    if not 1 <= tensor_parallel <= n:
-        raise ConfigError("tensor_parallel", tensor_parallel, f"1 to {n}, the devices there are")
-    mesh = make_mesh(jax.devices()[:tensor_parallel]) if tensor_parallel > 1 else None
+    if not 1 <= devices <= n:
+        raise ConfigError("devices", devices, f"1 to {n}, the devices there are")
+    if jax.process_count() > 1 and devices < n:
+        fix = "every process works on every step; start fewer, or use all of their devices"
+        raise ConfigError("devices", devices, f"{n}, the devices of all {jax.process_count()} processes", fix)
+    mesh = make_mesh(jax.devices()[:devices], preset=name) if devices > 1 else None
     return Placement(mesh, jnp.dtype(dtype), unpack_int4=on_cpu)
 
 

@@ -24,7 +24,8 @@ def load(
     layer_id_convention: str | None = None,
     engine: EngineConfig | None = None,
     dtype: Any = None,
-    tensor_parallel: int = 1,
+    devices: int = 1,
+    preset: str = "tp",
     latent_norm_eps: float | None = None,
     progress: bool = False,
 ) -> LLM:
@@ -41,7 +42,9 @@ def load(
         `layer_ids.CONVENTIONS`.
       engine: sizes of the engine; default: a context of DEFAULT_CONTEXT tokens.
       dtype: of the weights and activations; default bfloat16 on a GPU, float32 on a CPU.
-      tensor_parallel: devices to split the model over.
+      devices: to split the model over.
+      preset: how it is split: tp (heads, widths, vocabulary), ep (the same, but experts whole), dp-attention (requests
+        and their cache, experts whole), dcp (as tp, and the cache by position).
       latent_norm_eps: eps of the q_a and kv_a norms; default rms_norm_eps, see `load_config`.
       progress: show a progress bar on stderr.
     Raises:
@@ -51,7 +54,7 @@ def load(
     directory = model_directory(path)
     config = load_config(directory, latent_norm_eps=latent_norm_eps)
     tokenizer, chat = load_tokenizer(directory, config)
-    placement = place(dtype, tensor_parallel)
+    placement = place(dtype, devices, preset)
     files = None if draft is None else read_draft(draft, directory, config, tokenizer, convention=layer_id_convention)
     if speculation is None and files is not None:
         speculation = resolve_options(files, adaptive=False)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from .errors import ConfigError
 from .names import Path
-from .sharding import partition
+from .sharding import PRESETS, TABLE, Preset, group_size, preset_on
 
 _MEMINFO = FilePath("/proc/meminfo")
 _CGROUP = FilePath("/sys/fs/cgroup")  # version 2; absent under version 1 and on other systems than Linux
@@ -31,19 +31,19 @@ type FreeMemory = Callable[[Device], int | None]  # bytes a device can still hol
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of a model's parameters under tensor parallelism."""
+    """Bytes of a model's parameters under a preset."""
 
     sharded: int  # on the devices together, split over them
     replicated: int  # on each device
     divisor: int  # of every split dimension: the most devices that the model can be split over, and a multiple of all
 
     @staticmethod
-    def of(declared: Mapping[Path, nnx.Param]) -> "Footprint":
+    def of(declared: Mapping[Path, nnx.Param], preset: Preset = "tp") -> "Footprint":
         """Of a declaration: parameters whose values have shape and dtype, and whose metadata name the axes."""
         sharded = replicated = divisor = 0
         for param in declared.values():
             value = param.get_value()
-            sizes = split_sizes(param.get_metadata()["axes"], value.shape)
+            sizes = split_sizes(param.get_metadata()["axes"], value.shape, preset)
             nbytes = value.size * value.dtype.itemsize
             sharded, replicated = (sharded + nbytes, replicated) if sizes else (sharded, replicated + nbytes)
             divisor = math.gcd(divisor, *sizes.values())
@@ -59,9 +59,9 @@ class Footprint:
         return next(fitting, None)
 
 
-def split_sizes(axes: Sequence[str], shape: Sequence[int]) -> dict[str, int]:
-    """Logical axis -> size of the dimensions that the sharding table splits."""
-    return {axis: size for axis, at, size in zip(axes, partition(axes), shape, strict=True) if at is not None}
+def split_sizes(axes: Sequence[str], shape: Sequence[int], preset: Preset) -> dict[str, int]:
+    """Logical axis -> size of the dimensions that a preset splits."""
+    return {axis: size for axis, size in zip(axes, shape, strict=True) if PRESETS[preset] in TABLE[axis]}
 
 
 def free_memory(device: Device) -> int | None:
@@ -138,8 +138,10 @@ def _host_error(need: int, free: int) -> ConfigError:
 def _device_error(
     declared: Mapping[Path, nnx.Param], shardings: Mapping[Path, Sharding], need: int, free: int
 ) -> ConfigError:
-    footprint, sharding = Footprint.of(declared), next(iter(shardings.values()))
-    devices = sharding.mesh.shape["tensor"] if isinstance(sharding, NamedSharding) else 1
+    sharding = next(iter(shardings.values()))
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    footprint = Footprint.of(declared, "tp" if mesh is None else preset_on(mesh))
+    devices = 1 if mesh is None else group_size(mesh)
     enough = footprint.fewest_devices(free)
     if enough is None:
         most = footprint.divisor
@@ -148,7 +150,7 @@ def _device_error(
     else:
         fix = f"use {enough} devices, which need {_gb(footprint.on_each(enough))} on each"
     found = f"{devices} device{'s' * (devices > 1)} with {_gb(free)} free on each"
-    return ConfigError("tensor_parallel", found, f"{_gb(need)} on each for the weights alone", fix)
+    return ConfigError("devices", found, f"{_gb(need)} on each for the weights alone", fix)
 
 
 def _gb(nbytes: int) -> str:

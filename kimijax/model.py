@@ -73,8 +73,9 @@ class Tables(nnx.Module):
     def head(self, normed: jax.Array) -> jax.Array:
         """The head alone: states [B, T, D] that went through the final norm to float32 [B, T, V]."""
         with matmul_precision(normed.dtype):
+            normed = shard(normed, "replica", "replicated", "hidden")
             logits = linear(normed, self.lm_head[...], jnp.dtype(jnp.float32))
-        return shard(logits, "batch", "replicated", "vocab")
+        return shard(logits, "replica", "replicated", "vocab")
 
 
 class Target(Tables):
@@ -205,7 +206,7 @@ class Target(Tables):
         def attend(layer: int, mla: MLA, query: Query, latents: jax.Array) -> jax.Array:
             nonlocal cached
             cached = cached.store(layer, latents, start)
-            return mla.absorbed(query, cached.rows(layer).astype(latents.dtype), visible)
+            return mla.absorbed(query, cached.keys(layer).astype(latents.dtype), visible)
 
         hidden = self.run(ids, positions, attend, taps, experts)
         return hidden, cached

@@ -1,18 +1,16 @@
 """Routing and the routed experts of one layer (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from .config import MoEConfig
-from .layers import MLP, declare
+from .layers import MLP, declare, gated_mlp
 from .pallas_kernels import dropped_share as dropped_share
 from .pallas_kernels import experts as expert_product
-from .sharding import partition
+from .sharding import AnyMesh, current_mesh, is_even, partition, placement, split_axes
 
 
 class Routing(NamedTuple):
@@ -51,37 +49,23 @@ class Experts(nnx.Module):
     def __init__(self, hidden: int, config: MoEConfig, dtype: jnp.dtype, int4_group: int | None) -> None:
         self.int4 = int4_group is not None
         e, f = config.n_experts, config.expert_width
-        up_axes, down_axes = ("experts", "gate_up", "ffn"), ("experts", "hidden")
+        up_axes, down_axes = ("experts", "gate_up", "expert_ffn"), ("experts", "hidden")
         if int4_group is None:
             self.gate_up = declare((e, 2, f, hidden), dtype, (*up_axes, "hidden"))
-            self.down = declare((e, hidden, f), dtype, (*down_axes, "ffn"))
+            self.down = declare((e, hidden, f), dtype, (*down_axes, "expert_ffn"))
             return
         words, groups = jnp.dtype(jnp.int32), jnp.dtype(jnp.bfloat16)
         self.gate_up_packed = declare((e, 2, f, hidden // 8), words, (*up_axes, "replicated"))
         self.gate_up_scale = declare((e, 2, f, hidden // int4_group), groups, (*up_axes, "replicated"))
-        self.down_packed = declare((e, hidden, f // 8), words, (*down_axes, "words"))
-        self.down_scale = declare((e, hidden, f // int4_group), groups, (*down_axes, "groups"))
+        self.down_packed = declare((e, hidden, f // 8), words, (*down_axes, "expert_words"))
+        self.down_scale = declare((e, hidden, f // int4_group), groups, (*down_axes, "expert_groups"))
 
-    def __call__(self, x: jax.Array, routing: Routing, implementation: str) -> jax.Array:
-        """Weighted sum of the chosen experts' outputs: x [T, D] to [T, D].
-
-        Under a mesh each device multiplies its slice of every expert and the partial outputs are summed once.
-        """
+    @property
+    def parameters(self) -> tuple[nnx.Param, ...]:
+        """In the order in which the product takes them."""
         if self.int4:
-            params = (self.gate_up_packed, self.down_packed, self.gate_up_scale, self.down_scale)
-        else:
-            params = (self.gate_up, self.down)
-        product = functools.partial(expert_product, implementation=implementation)
-        operands = (x, routing.experts, routing.weights, *(p[...] for p in params))
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty or mesh.size == 1:
-            return product(*operands)
-        specs = (P(), P(), P(), *(partition(p.get_metadata()["axes"]) for p in params))
-
-        def local(*args: jax.Array) -> jax.Array:
-            return jax.lax.psum(product(*args), "tensor")
-
-        return jax.shard_map(local, in_specs=specs, out_specs=P(), check_vma=False)(*operands)
+            return self.gate_up_packed, self.down_packed, self.gate_up_scale, self.down_scale
+        return self.gate_up, self.down
 
 
 class MoE(nnx.Module):
@@ -106,5 +90,64 @@ class MoE(nnx.Module):
         """[B, T, D] to [B, T, D], and the routing of the B*T rows."""
         rows = x.reshape(-1, x.shape[-1])
         routing = self.route(rows)
-        out = self.experts(rows, routing, implementation).reshape(x.shape)
+        mesh = current_mesh()
+        if mesh is not None and mesh.size > 1:
+            return self._on_mesh(x, routing, implementation, mesh), routing
+        weights = (p[...] for p in self.experts.parameters)
+        out = expert_product(rows, routing.experts, routing.weights, *weights, implementation=implementation)
+        out = out.reshape(x.shape)
         return (out + self.shared(x) if self.config.n_shared else out), routing
+
+    def _on_mesh(self, x: jax.Array, routing: Routing, implementation: str, mesh: AnyMesh) -> jax.Array:
+        """Each device multiplies what it holds of every expert, or the experts that it holds, and of the shared MLP;
+        the partial outputs are summed once.
+
+        Attention groups hold different rows and different experts: they gather each other's rows first, and scatter
+        the sums. For the few rows of a decoding step that is cheaper than sending rows to experts.
+        """
+        groups, holders = split_axes("batch", mesh), split_axes("experts", mesh)
+        exchanged = tuple(name for name in groups if name in holders) if is_even("batch", x.shape[0], mesh) else ()
+        batch = placement(("batch",), x.shape[:1], mesh)
+        routed = self.experts.parameters
+        shared = (self.shared.gate_up, self.shared.down) if self.config.n_shared else ()
+        specs = [partition(p.get_metadata()["axes"], mesh) for p in (*routed, *shared)]
+        partial_sums = tuple(name for name in mesh.axis_names if name not in groups and mesh.shape[name] > 1)
+
+        def local(x: jax.Array, chosen: jax.Array, weights: jax.Array, *params: jax.Array) -> jax.Array:
+            rows = x.reshape(-1, x.shape[-1])
+            mine = rows, chosen, weights
+            if exchanged:
+                mine = tuple(jax.lax.all_gather(a, exchanged, axis=0, tiled=True) for a in mine)
+            out = _product_of_own(*mine, params[: len(routed)], implementation, holders)
+            if exchanged:
+                out = jax.lax.psum_scatter(out, exchanged, scatter_dimension=0, tiled=True)
+            elif inside := tuple(name for name in holders if name in groups):
+                out = jax.lax.psum(out, inside)
+            if shared:
+                out = out + gated_mlp(rows, *params[len(routed) :])
+            out = jax.lax.psum(out, partial_sums) if partial_sums else out
+            return out.reshape(x.shape)
+
+        in_specs = (batch, batch, batch, *specs)
+        operands = (x, routing.experts, routing.weights, *(p[...] for p in (*routed, *shared)))
+        return jax.shard_map(local, in_specs=in_specs, out_specs=batch, check_vma=False)(*operands)
+
+
+def _product_of_own(
+    x: jax.Array,
+    chosen: jax.Array,
+    weights: jax.Array,
+    params: tuple[jax.Array, ...],
+    implementation: str,
+    holders: tuple[str, ...],
+) -> jax.Array:
+    """The part of the experts' sum that this device can make, within a local function.
+
+    `holders`: mesh axes over which whole experts are split.
+    """
+    if not holders:
+        return expert_product(x, chosen, weights, *params, implementation=implementation)
+    n = params[0].shape[0]
+    own = chosen - jax.lax.axis_index(holders) * n
+    own = jnp.where((own >= 0) & (own < n), own, -1)
+    return expert_product(x, own, weights, *params, implementation=implementation, partial=True)

@@ -28,7 +28,7 @@ from .model import declare_target
 from .names import Path, name_table, parameters
 from .quant import NIBBLES_PER_WORD
 from .safetensors_io import INDEX_FILE
-from .sharding import TENSOR_PARALLEL
+from .sharding import TABLE
 
 JAX_FRACTION = 0.75  # of a GPU's memory, that JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
 DTYPES = ("bfloat16", "float32")
@@ -77,7 +77,7 @@ class Plan:
     cache_bytes_per_token: int  # latents and roped keys of all layers
     max_positions: int
     uncounted: tuple[str, ...]  # what the files may hold but the config does not give the size of
-    mesh_axes: Mapping[str, str | None]  # logical axis -> mesh axis; None: every device holds all of it
+    mesh_axes: Mapping[str, tuple[str, ...]]  # logical axis -> mesh axes; none: every device holds all of it
     device: Device
 
     @property
@@ -148,7 +148,7 @@ def make_plan(
         cache_bytes_per_token=cache,
         max_positions=config.max_positions,
         uncounted=_uncounted(config) if index is None else (),
-        mesh_axes=dict(TENSOR_PARALLEL),
+        mesh_axes=dict(TABLE),
         device=_device(components, cache, memory_bytes, devices, fraction),
     )
 
@@ -193,7 +193,7 @@ def _uncounted(config: TargetConfig) -> tuple[str, ...]:
 
 def _is_split(path: Path, shape: tuple[int, ...], axes: tuple[str, ...], devices: int) -> bool:
     """Whether the sharding table splits a parameter over the devices; refuses a split that does not come out even."""
-    sizes = split_sizes(axes, shape)
+    sizes = split_sizes(axes, shape, "tp")
     for axis, size in sizes.items():
         if size % devices:
             where = ".".join(map(str, path))
@@ -246,8 +246,8 @@ def render_axes(plan: Plan) -> Table:
     table = Table(title=f"mesh: data 1, tensor {plan.device.devices}")
     for header in ("logical axis", "mesh axis"):
         table.add_column(header, no_wrap=True)
-    for axis, mesh_axis in plan.mesh_axes.items():
-        table.add_row(axis, mesh_axis or "none: on every device")
+    for axis, names in plan.mesh_axes.items():
+        table.add_row(axis, ", ".join(names) or "none: on every device")
     return table
 
 

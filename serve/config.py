@@ -96,6 +96,13 @@ class ServerConfig:
             "devices to split the model over (tensor-parallel)", "--tp-size", "--tensor-parallel-size", "-tp", kind=int
         ),
     )
+    preset: str = field(
+        default="tp",
+        metadata=_flag(
+            "how devices share the work: tp (heads, widths, vocabulary), ep (as tp, but experts whole), dp-attention "
+            "(requests and their cache; experts whole), dcp (as tp, and the cache by position)"
+        ),
+    )
     dtype: Dtype = field(
         default="auto",
         metadata=_flag(

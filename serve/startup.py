@@ -152,7 +152,7 @@ def check_files(config: ServerConfig) -> Resolved:
     """
     if config.tp > (n := len(jax.devices())):
         raise ConfigError("--tp", config.tp, f"at most {n}, the number of devices")
-    found = resolve(config, place(DTYPES[config.dtype], config.tp))
+    found = resolve(config, place(DTYPES[config.dtype], config.tp, config.preset))
     if found.tokenizer is None:
         raise TokenizerError(
             f"{found.directory}: found no tiktoken.model and tokenizer_config.json; a server needs both"
@@ -224,7 +224,8 @@ def load_service(config: ServerConfig, found: Resolved) -> tuple[Service, LLM]:
         layer_id_convention=config.layer_id_convention,
         engine=found.engine,
         dtype=DTYPES[config.dtype],
-        tensor_parallel=config.tp,
+        devices=config.tp,
+        preset=config.preset,
         latent_norm_eps=config.latent_norm_eps,
         progress=True,
     )

@@ -366,7 +366,7 @@ def test_a_template_of_null_is_no_template(directory: Path, tmp_path: Path) -> N
 def test_what_cannot_be_loaded_is_refused_by_name(tmp_path: Path, directory: Path) -> None:
     with pytest.raises(ConfigError, match="model: found"):
         kimijax.load(tmp_path / "nothing")
-    with pytest.raises(ConfigError, match="tensor_parallel: found 9"):
-        kimijax.load(directory, tensor_parallel=9)
+    with pytest.raises(ConfigError, match="devices: found 9"):
+        kimijax.load(directory, devices=9)
     with pytest.raises(ConfigError, match="context_length"):
         kimijax.load(directory, engine=EngineConfig(context_length=1 << 20))

@@ -45,7 +45,7 @@ class Gpu:
 
 def gpus(n: int, limit: int, in_use: int = 0) -> Mesh:
     devices = [Gpu(i, (("bytes_limit", limit), ("bytes_in_use", in_use))) for i in range(n)]
-    return Mesh(np.array(devices, object).reshape(1, n), MESH_AXES)
+    return Mesh(np.array(devices, object).reshape(1, 1, 1, 1, n), MESH_AXES)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_too_small_gpus_are_refused_with_the_number_that_would_do(directory: Pat
     free = need.on_each(8)
     assert need.fewest_devices(free) == 8
     error = refusal(directory, mesh=gpus(4, free + 1000, 1000))  # what is in use is not free
-    assert error.field == "tensor_parallel"
+    assert error.field == "devices"
     gb = "{:.2f} GB".format
     for text in (
         f"found '4 devices with {gb(free / 1e9)} free on each'",

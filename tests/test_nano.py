@@ -87,7 +87,7 @@ def test_batch_seeds_and_streams_agree(nano: kimijax.LLM) -> None:
 @pytest.mark.slow
 def test_eight_devices_give_the_same_text(nano: kimijax.LLM) -> None:
     sizes = kimijax.EngineConfig(max_batch=1, context_length=256, chunk_size=64, burst=4)
-    split = kimijax.load("nano", engine=sizes, tensor_parallel=8)
+    split = kimijax.load("nano", engine=sizes, devices=8)
     assert len(jax.devices()) == 8
     for question in list(QUESTIONS)[:2]:
         chat = [{"role": "user", "content": question}]

@@ -14,7 +14,7 @@ from kimijax.checkpoint import inspect
 from kimijax.config import load_config
 from kimijax.errors import CheckpointError, ConfigError
 from kimijax.plan import JAX_FRACTION, main, make_plan
-from kimijax.sharding import TENSOR_PARALLEL, make_mesh
+from kimijax.sharding import TABLE, make_mesh
 
 from .checkpoint_cases import loaded, rewrite
 from .golden import FAMILIES, PUBLISHED_QUANTIZATION, with_quantization, write_checkpoint
@@ -289,14 +289,16 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert printed["params"] == 1_026_408_232_448
     assert printed["total_bytes"] == 595_148_192_736
     assert printed["device"]["fits"] is True
-    assert printed["mesh_axes"] == TENSOR_PARALLEL
+    assert printed["mesh_axes"] == {axis: list(names) for axis, names in TABLE.items()}
     assert main(["--model", str(tmp_path)]) == 0
     table = capsys.readouterr().out
     for text in ("1,014,686,023,680", "595,148,192,736 bytes", "70,272 bytes a token", "vision (skipped)"):
         assert text in table
     rows = [[word for word in line.split() if word != "│"][:2] for line in table.splitlines()]
-    for axis, mesh_axis in TENSOR_PARALLEL.items():
-        assert [axis, mesh_axis or "none:"] in rows
+    for axis, names in TABLE.items():
+        assert any(
+            row[0] == axis and row[1].startswith(names[0] if names else "none:") for row in rows if len(row) == 2
+        )
     assert "loaded as bfloat16, routed experts as INT4: 76.18 GB on each of 8 device(s)" in table
     assert "cached tokens in all, in latent pages alone" in table
     assert main(["--model", str(tmp_path), "--dtype", "float32", "--unpack-int4"]) == 0

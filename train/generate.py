@@ -342,7 +342,7 @@ def load_engine(target: DraftTarget) -> LLM:
         target.directory,
         engine=engine_config(recipe, target.config.max_positions),
         dtype=recipe.target.dtype,
-        tensor_parallel=recipe.target.devices,
+        devices=recipe.target.devices,
         progress=True,
     )
 

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..cache import CacheView, PagedCache
+from ..cache import LATENT_AXES, CacheView, PagedCache
 from ..drafter import Drafter
 from ..model import Target
 from ..penalties import History
 from ..sampling import SamplingRows
+from ..sharding import named_sharding
 from ..speculation import ChainState, RowState
 from ..verification import NO_TOKEN
 from .request import WIDEST, Request
@@ -63,7 +65,8 @@ class DeviceState:
         if drafter is not None:
             size = (n, drafter.config.hidden)
             chain = Chain(jnp.zeros(size, drafter.dtype), jnp.zeros(size, drafter.dtype), jnp.zeros(n, jnp.bool))
-            draft = PagedCache((jnp.zeros((n_pages, page_size, drafter.config.cache_width), drafter.dtype),))
+            shape = (n_pages, page_size, drafter.config.cache_width)
+            draft = PagedCache((jnp.zeros(shape, drafter.dtype),), drafter.cache_axes)
 
         def counts() -> jax.Array:  # each an array of its own: one that stood twice here could not be donated
             return jnp.zeros(n, jnp.int32)
@@ -83,6 +86,17 @@ class DeviceState:
             Slots(counts(), counts(), counts(), rows, ends, chain),
             History.empty(n, c.vocab_size, WIDEST.word_length),
         )
+
+
+def state_sharding(target: Target, drafter: Drafter | None, mesh: Mesh) -> Any:
+    """Placement of a `DeviceState`: a prefix of its tree. Caches lie as their axes say, the rest on every device."""
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def pages(n_layers: int, axes: tuple[str, str, str]) -> PagedCache:
+        return PagedCache((named_sharding(mesh, axes),) * n_layers, axes)  # pyright: ignore[reportArgumentType]
+
+    draft = None if drafter is None else pages(1, drafter.cache_axes)
+    return DeviceState(pages(target.config.n_layers, LATENT_AXES), draft, whole, whole)  # pyright: ignore[reportArgumentType]
 
 
 class Start(NamedTuple):

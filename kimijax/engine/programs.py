@@ -27,14 +27,17 @@ from ..block_verification import BLOCK
 from ..cache import CacheView, PagedCache, PagedView, Window
 from ..draft_tree import DraftTree, TreeShape, tree_round
 from ..drafter import Drafter
+from ..errors import ConfigError
 from ..model import Target
 from ..rounds import Record, decode_rounds, plain_rounds
+from ..sharding import n_parts, preset_on
 from ..simulated import simulated_chances
 from ..speculation import DraftChain, Round, RowState, speculative_round
 from ..speculative_options import SpeculativeOptions
+from ..split_pages import PAGE_AXES
 from ..verification import TOKEN_BY_TOKEN
 from .config import EngineConfig, bucket
-from .device import DeviceState, Slots, Start, after_rounds, put_rows, put_start, row_state, take_rows
+from .device import DeviceState, Slots, Start, after_rounds, put_rows, put_start, row_state, state_sharding, take_rows
 from .prefix import Lease
 from .request import Request
 
@@ -86,7 +89,7 @@ class ProgramSet:
         self._models = (model, drafter)
         self._graph, state = nnx.split((model, drafter))
         self.leaves, self._tree = jax.tree.flatten(state)  # a flat list keeps the jit call on its fast path
-        self.dense = config.decode_view == "dense" or (config.decode_view == "auto" and jax.default_backend() == "cpu")
+        self.dense = is_dense(config, mesh)
         self.shape: TreeShape | None = None
         self.rule, self.simulated = TOKEN_BY_TOKEN, None
         self.most_drafts, self.is_adaptive = 0, options is not None and options.adaptive
@@ -108,9 +111,19 @@ class ProgramSet:
     def has_drafter(self) -> bool:
         return self._models[1] is not None
 
-    def jit(self, program: Any, *, static: Sequence[str] = ()) -> Any:
-        """Compiled with the state donated, all results placed as the state is, or a second call would compile anew."""
-        where = None if self.mesh is None else NamedSharding(self.mesh, P())
+    def jit(self, program: Any, *, static: Sequence[str] = (), results: int = 0) -> Any:
+        """Compiled with the state donated and returned in its place, or a second call would compile anew.
+
+        Args:
+          program: takes the weights' leaves, the state, and host arrays; returns the state, or a tuple with it first.
+          static: names of arguments that are compiled in.
+          results: that it returns after the state, each on every device.
+        """
+        where: Any = None
+        if self.mesh is not None:
+            where = state_sharding(*self._models, self.mesh)
+            if results:
+                where = (where, *[NamedSharding(self.mesh, P())] * results)
         return jax.jit(program, donate_argnames="state", static_argnames=static, out_shardings=where)
 
     def simulated_of(self, k: int) -> jax.Array | None:
@@ -127,8 +140,9 @@ class ProgramSet:
         """Empty, on the devices."""
         c = self.config
         make = functools.partial(DeviceState.empty, *self._models, self.n_pages, c.page_size, c.max_batch)
-        single = self.leaves[0].sharding
-        return jax.jit(make, out_shardings=single if self.mesh is None else NamedSharding(self.mesh, P()))()
+        mesh = self.mesh
+        where = self.leaves[0].sharding if mesh is None else state_sharding(*self._models, mesh)
+        return jax.jit(make, out_shardings=where)()
 
     def models(self, leaves: list[jax.Array]) -> tuple[Target, Drafter | None]:
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
@@ -172,6 +186,20 @@ class ProgramSet:
         return cache, _stored(state.draft, draft, table, positions)
 
 
+def is_dense(config: EngineConfig, mesh: Mesh | None) -> bool:
+    """Whether decoding works on a copy of the batch's pages.
+
+    Raises:
+      ConfigError: it was asked for where the mesh splits the cache.
+    """
+    split = mesh is not None and any(n_parts(axis, mesh) > 1 for axis in PAGE_AXES)
+    if split and config.decode_view == "dense":
+        raise ConfigError("decode_view", "dense", f"paged: preset {preset_on(mesh)} splits the cache", "or auto")
+    if config.decode_view == "auto":
+        return not split and jax.default_backend() == "cpu"
+    return config.decode_view == "dense"
+
+
 def _stored(
     cache: PagedCache | None, view: CacheView | None, table: jax.Array, positions: jax.Array
 ) -> PagedCache | None:
@@ -191,7 +219,7 @@ class Programs(ProgramSet):
         self._prefill = self.jit(self._prefill_program, static=("first",))
         self._start = self.jit(self._start_program)
         self._copy = self.jit(self._copy_program)
-        self._rounds = self.jit(self._rounds_program, static=("k",))
+        self._rounds = self.jit(self._rounds_program, static=("k",), results=1)
 
     def n_compiled(self) -> int:
         return sum(n_compiled(p) for p in (self._prefill, self._start, self._copy, self._rounds))

@@ -68,8 +68,8 @@ class RulePrograms:
     def __init__(self, base: ProgramSet) -> None:
         self._base = base
         self._begin = base.jit(self._begin_program)
-        self._propose = base.jit(self._propose_program, static=("k",))
-        self._verify = base.jit(self._verify_program, static=("k",))
+        self._propose = base.jit(self._propose_program, static=("k",), results=1)
+        self._verify = base.jit(self._verify_program, static=("k",), results=2)
         self._everything: dict[tuple[int, int], np.ndarray] = {}
 
     def n_compiled(self) -> int:

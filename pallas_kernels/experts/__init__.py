@@ -25,6 +25,7 @@ def experts(
     down_scale: jax.Array | None = None,
     *,
     implementation: str,
+    partial: bool = False,
 ) -> jax.Array:
     """sum_k weights[t, k] * down_e(silu(gate_e x_t) * up_e x_t) with e = chosen[t, k].
 
@@ -38,6 +39,8 @@ def experts(
       gate_up_scale: bf16 [E, 2, F, D / 32] for INT4 words, else None.
       down_scale: bf16 [E, D, F / 32] for INT4 words, else None.
       implementation: a name of `IMPLEMENTATIONS`.
+      partial: the weights are those of some experts only; `chosen` is -1 where another device has the expert, and
+        such a term is left out of the sum.
     Returns:
       [T, D] in x's dtype; the sum over k is taken in float32.
     Raises:
@@ -46,7 +49,7 @@ def experts(
     if implementation not in IMPLEMENTATIONS:
         names = ", ".join(IMPLEMENTATIONS)
         raise NotImplementedError(f"experts implementation {implementation!r}: this build has {names}")
-    return IMPLEMENTATIONS[implementation](x, chosen, weights, gate_up, down, gate_up_scale, down_scale)
+    return IMPLEMENTATIONS[implementation](x, chosen, weights, gate_up, down, gate_up_scale, down_scale, partial)
 
 
 __all__ = ["CAPACITY_FACTOR", "IMPLEMENTATIONS", "ExpertList", "dropped_share", "experts"]

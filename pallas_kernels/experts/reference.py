@@ -121,11 +121,14 @@ def reference(
     down: jax.Array | ExpertList,
     gate_up_scale: jax.Array | None,
     down_scale: jax.Array | None,
+    partial: bool,
 ) -> jax.Array:
     """See `experts`. A row map for few (token, slot) rows, the expert loop for many."""
     w = _weights(gate_up, down, gate_up_scale, down_scale)
+    if partial:
+        weights = jnp.where(chosen < 0, 0.0, weights)
     form = _row_map if w.is_few(chosen.size) else _expert_loop
-    return form(x, chosen, weights, w)
+    return form(x, chosen, weights, w, partial)
 
 
 def _weights(
@@ -149,12 +152,14 @@ def _is_few(n_rows: int, n_experts: int, int4: bool) -> bool:
     return n_rows <= ROW_MAP_LIMIT and _head_rows(n_rows, n_experts) == 0
 
 
-def _row_map(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: _AnyWeights) -> jax.Array:
+def _row_map(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: _AnyWeights, partial: bool) -> jax.Array:
     k = chosen.shape[1]
 
     def row(r: jax.Array) -> jax.Array:
-        one = lax.dynamic_index_in_dim(x, r // k, keepdims=False)
-        return w.product(chosen.reshape(-1)[r], one).astype(jnp.float32)
+        one, e = lax.dynamic_index_in_dim(x, r // k, keepdims=False), chosen.reshape(-1)[r]
+        if partial:
+            return lax.cond(e >= 0, w.product, lambda _, one: jnp.zeros_like(one), e, one).astype(jnp.float32)
+        return w.product(e, one).astype(jnp.float32)
 
     rows = lax.map(row, jnp.arange(chosen.size, dtype=jnp.int32)).reshape(*chosen.shape, -1)
     return jnp.einsum("tkd,tk->td", rows, weights).astype(x.dtype)
@@ -178,7 +183,7 @@ def _head_rows(n_rows: int, n_experts: int) -> int:
     return math.ceil((mean + 2 * mean**0.5) / 8) * 8
 
 
-def _expert_loop(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: _AnyWeights) -> jax.Array:
+def _expert_loop(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: _AnyWeights, partial: bool) -> jax.Array:
     """Rows sorted by expert, cut into blocks of one expert each; the loop runs over the blocks that exist.
 
     Where experts have several rows on average, the first rows of stacked float ones go through one batched product and
@@ -196,7 +201,13 @@ def _expert_loop(x: jax.Array, chosen: jax.Array, weights: jax.Array, w: _AnyWei
     first_row = n_head + (last_block - blocks_per_expert)[flat] * block
     slot = jnp.where(rank < head, flat * head + rank, first_row + rank - head)  # [T*K], place in the padded order
     tokens = jnp.arange(t * k, dtype=jnp.int32) // k
-    token_of_slot = jnp.zeros(n_slots, jnp.int32).at[slot].set(tokens, mode="promise_in_bounds", unique_indices=True)
+    if partial:
+        slot = jnp.where(flat < 0, n_slots, slot)
+        token_of_slot = jnp.zeros(n_slots, jnp.int32).at[slot].set(tokens, mode="drop")
+        slot = jnp.minimum(slot, n_slots - 1)  # whatever is there, it is finite and weighs nothing
+    else:
+        in_place = jnp.zeros(n_slots, jnp.int32).at[slot]
+        token_of_slot = in_place.set(tokens, mode="promise_in_bounds", unique_indices=True)
     block_ids = jnp.arange(n_blocks, dtype=jnp.int32)
     expert_of_block = (block_ids[:, None] >= last_block[None]).sum(axis=1, dtype=jnp.int32)  # [n_blocks]
 
@@ -278,10 +289,13 @@ def capacity(
     down: jax.Array | ExpertList,
     gate_up_scale: jax.Array | None,
     down_scale: jax.Array | None,
+    partial: bool,
 ) -> jax.Array:
     """See `experts`: CAPACITY_FACTOR times the mean rows per expert, in one batched product; the rest is dropped."""
     if isinstance(gate_up, ExpertList) or isinstance(down, ExpertList):
         raise NotImplementedError("experts implementation 'capacity' trains stacked weights, not a list of experts")
+    if partial:
+        raise NotImplementedError("experts implementation 'capacity' trains all experts, not those of one device")
     if gate_up_scale is not None or down_scale is not None:
         raise NotImplementedError("experts implementation 'capacity' trains float weights, not INT4 words")
     n_experts, (t, k) = gate_up.shape[0], chosen.shape
