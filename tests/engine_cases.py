@@ -32,8 +32,7 @@ from .tiny_speculation import VOCAB, plain_logits, tiny_drafter, tiny_target
 class OneSize(EngineConfig):
     """Sizes whose programs are compiled for a full batch alone."""
 
-    @property
-    def batch_sizes(self) -> tuple[int, ...]:
+    def batch_sizes(self, n_groups: int = 1) -> tuple[int, ...]:
         return (self.max_batch,)
 
 
@@ -180,7 +179,9 @@ def check(engine: Engine) -> None:
         assert r.cached + r.in_flight >= r.cached >= 0
         if r.phase is Phase.DECODE:
             assert r.lease is not None
-            s.prefix.check_write(r.lease, r.cached, min(r.cached + r.in_flight, len(r.pages) * s.config.page_size))
+            s.prefix_of(r).check_write(
+                r.lease, r.cached, min(r.cached + r.in_flight, len(r.pages) * s.config.page_size)
+            )
 
 
 def serve_all(

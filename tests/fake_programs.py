@@ -18,7 +18,7 @@ from kimijax.engine import engine as engine_module
 from kimijax.engine.config import EngineConfig, bucket
 from kimijax.engine.device import MAX_ENDS
 from kimijax.engine.engine import Engine
-from kimijax.engine.programs import Batch, BlockTables, Programs, ProgramSet
+from kimijax.engine.programs import Batch, BlockTables, Chunk, Programs, ProgramSet
 from kimijax.engine.request import Request
 from kimijax.model import Target
 from kimijax.rounds import Record
@@ -102,7 +102,8 @@ class FakePrograms:
             self.most_drafts, self.shape = options.num_steps, options.tree
         self.room = 1 if options is None else options.room
         spare = self.room if self.room > 1 else 0
-        self.n_pages = config.pages(spare)
+        self.n_groups = n_groups_of(mesh)
+        self.n_pages = config.pages(spare, self.n_groups)
         self.windows = config.windows(max(spare, config.burst) if self.has_drafter else spare)
         self.tables = BlockTables(config.max_batch, self.windows[-1] // config.page_size)
         self.failing = ""  # name of the program that raises next, after it took the state
@@ -113,22 +114,36 @@ class FakePrograms:
     reach = cast(Any, Programs.reach)
     touched = cast(Any, Programs.touched)
     batch = cast(Any, ProgramSet.batch)
-    table = cast(Any, ProgramSet.table)
+    batch_size = cast(Any, ProgramSet.batch_size)
+    batch_sizes = cast(Any, ProgramSet.batch_sizes)
+    rows = cast(Any, ProgramSet.rows)
+    group_of = cast(Any, ProgramSet.group_of)
 
     def new_state(self) -> FakeState:
         return FakeState({}, {})
 
-    def prefill(self, state: FakeState, request: Request, start: int, stop: int, pages: Sequence[int]) -> FakeState:
+    def prefill(self, state: FakeState, chunks: Sequence[Chunk]) -> FakeState:
         rows, places = self._take(state, "prefill")
-        assert 0 < stop - start <= self.config.chunk_size
-        assert stop < request.n_tokens  # there is a token behind
-        self._check(rows, pages, request.tokens(0, start + 1))
-        for at in range(start, stop):
-            rows[self._place(pages, at)] = made_from(request.tokens(0, at + 2))
-        for at in range(stop, start + bucket(stop - start, self.config.chunk_lengths)):  # padding
-            if at // self.config.page_size < len(pages):
-                rows[self._place(pages, at)] = WRONG, WRONG
+        length = bucket(max(c.stop - c.start for c in chunks), self.config.chunk_lengths)
+        groups = [self.group_of(c.request) for c in chunks]
+        assert len(set(groups)) == len(groups)
+        assert len({c.start == 0 for c in chunks}) == 1
+        for c in chunks:
+            assert 0 < c.stop - c.start <= self.config.chunk_size
+            assert c.stop < c.request.n_tokens  # there is a token behind
+            self._check_group(c.request.place, c.pages)
+            self._check(rows, c.pages, c.request.tokens(0, c.start + 1))
+            for at in range(c.start, c.stop):
+                rows[self._place(c.pages, at)] = made_from(c.request.tokens(0, at + 2))
+            for at in range(c.stop, c.start + length):  # padding
+                if at // self.config.page_size < len(c.pages):
+                    rows[self._place(c.pages, at)] = WRONG, WRONG
         return FakeState(rows, places)
+
+    def _check_group(self, place: int, pages: Sequence[int]) -> None:
+        """A request has pages of its group of devices alone."""
+        group = place * self.n_groups // self.config.max_batch
+        assert {page * self.n_groups // self.n_pages for page in pages if page >= 0} <= {group}
 
     def start(self, state: FakeState, request: Request) -> FakeState:
         rows, places = self._take(state, "start")
@@ -158,6 +173,8 @@ class FakePrograms:
             if place == self.config.max_batch:
                 assert max(pages) < 0
                 continue
+            self._check_group(place, pages)
+            assert i * self.n_groups // b == place * self.n_groups // self.config.max_batch  # rows, too
             new, counts, ended[i] = self._row(rows, places[place], pages, n_rounds, k)
             tokens[i, : len(new)], produced[i], accepted[: len(counts), i] = new, len(new), counts
             n_run = max(n_run, len(counts))
@@ -244,7 +261,12 @@ class AnyNumber:
         assert all(rounds)
 
 
-def make_engine(k: int = 0, width: int = 1, **sizes: Any) -> tuple[Engine, FakePrograms]:
+def n_groups_of(mesh: Any) -> int:
+    """Of the mesh that an engine is given: here a number in place of one."""
+    return 1 if mesh is None else mesh
+
+
+def make_engine(k: int = 0, width: int = 1, n_groups: int = 1, **sizes: Any) -> tuple[Engine, FakePrograms]:
     """k drafts (0: no drafter), of a tree if width is more than 1."""
     config = EngineConfig(**sizes)
     own = SimpleNamespace(max_positions=config.context_length, vocab_size=VOCABULARY, n_layers=1, hidden=1)
@@ -261,6 +283,7 @@ def make_engine(k: int = 0, width: int = 1, **sizes: Any) -> tuple[Engine, FakeP
             drafter=cast(Any, drafter) if k else None,
             speculation=options,
             stop_ids=[EOS],
+            mesh=cast(Any, n_groups),
         )
     if k:
         engine._adaptive = cast(Any, AnyNumber(engine._programs.draft_counts))

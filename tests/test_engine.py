@@ -103,8 +103,8 @@ def test_greedy_equals_the_reference(schedule: str, base: Engine, monkeypatch: p
     outputs: list[int] = []  # of requests that had to give way
     preempt = engine._scheduler.preempt
 
-    def watched() -> Request:
-        request = preempt()
+    def watched(group: int | None = None) -> Request:
+        request = preempt(group)
         outputs.append(len(request.output))
         return request
 
@@ -300,7 +300,7 @@ def test_pages_of_nobody_stay_as_they_are(base: Engine, monkeypatch: pytest.Monk
     engine._state = dataclasses.replace(engine._state, cache=cache)
     requests = [engine.make_request(IDS[i : i + 17], GREEDY) for i in range(3)]  # 3 rows in a program of 4
     used: set[int] = set()
-    pool = engine._scheduler.prefix.pool
+    pool = engine._scheduler.prefixes[0].pool
     take = pool.take
 
     def watched(n: int) -> list[int] | None:

@@ -48,7 +48,8 @@ class EngineMachine(RuleBasedStateMachine):
         page_size=st.integers(1, 4),
         context_pages=st.integers(2, 5),
         spare_pages=st.integers(0, 6),
-        max_batch=st.integers(1, 4),
+        rows=st.integers(1, 4),
+        n_groups=st.sampled_from([1, 1, 2, 3]),
         chunk_size=st.integers(1, 9),
         burst=st.integers(1, 5),
         max_queued=st.integers(0, 4),
@@ -56,7 +57,17 @@ class EngineMachine(RuleBasedStateMachine):
         k=st.integers(0, 3),
         width=st.integers(1, 2),
     )
-    def start(self, page_size: int, context_pages: int, spare_pages: int, k: int, width: int, **sizes: Any) -> None:
+    def start(
+        self,
+        page_size: int,
+        context_pages: int,
+        spare_pages: int,
+        rows: int,
+        n_groups: int,
+        k: int,
+        width: int,
+        **sizes: Any,
+    ) -> None:
         width = width if k > 1 else 1
         room = 0 if k == 0 else k + 1 if width == 1 else TreeShape(k, width, k * width).room
         context = page_size * context_pages
@@ -65,7 +76,9 @@ class EngineMachine(RuleBasedStateMachine):
             width,
             page_size=page_size,
             context_length=context,
-            n_pages=-(-(context + room) // page_size) + spare_pages,
+            n_groups=n_groups,
+            max_batch=rows * n_groups,
+            n_pages=(-(-(context + room) // page_size) + spare_pages) * n_groups,
             batch_factor=2,
             **sizes,
         )
@@ -110,7 +123,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99))
     def cancel(self, which: int) -> None:
         request = list(self.live.values())[which % len(self.live)]
-        prefix = self.engine._scheduler.prefix
+        scheduler = self.engine._scheduler
+        prefix = scheduler.prefixes[scheduler.group_of(request) if request.place >= 0 else 0]
         own = sum(prefix.pool.n_holders(page) == 1 for page in request.pages)
         free = self.engine.stats().free_pages
         self.engine.cancel(request.id)
@@ -377,18 +391,18 @@ def test_pages_are_counted() -> None:
 
 def test_sizes_that_programs_are_compiled_for() -> None:
     config = EngineConfig(max_batch=20, context_length=2048, page_size=64, chunk_size=512, context_factor=4)
-    assert config.batch_sizes == (1, 4, 16, 20)
+    assert config.batch_sizes() == (1, 4, 16, 20)
     assert config.window_lengths == (256, 1024, 2048)
     assert config.chunk_lengths == (32, 128, 512)
     assert config.total_pages == 640
     small = EngineConfig(max_batch=1, context_length=48, page_size=16, chunk_size=7, n_pages=3)
-    assert (small.batch_sizes, small.window_lengths, small.chunk_lengths) == ((1,), (48,), (7,))
+    assert (small.batch_sizes(), small.window_lengths, small.chunk_lengths) == ((1,), (48,), (7,))
     odd = EngineConfig(context_length=480, page_size=48, chunk_size=4096)
     assert odd.window_lengths == (288, 480)
     assert odd.chunk_lengths == (32, 128, 480)
-    assert [bucket(n, config.batch_sizes) for n in (1, 2, 4, 5, 20)] == [1, 4, 4, 16, 20]
+    assert [bucket(n, config.batch_sizes()) for n in (1, 2, 4, 5, 20)] == [1, 4, 4, 16, 20]
     with pytest.raises(ValueError, match="21 exceeds the largest compiled size 20"):
-        bucket(21, config.batch_sizes)
+        bucket(21, config.batch_sizes())
 
 
 @pytest.mark.parametrize(

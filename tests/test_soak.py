@@ -138,5 +138,5 @@ def test_soak(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert s.n_cached_tokens > 1000
     assert (s.n_running, s.n_waiting, s.free_pages) == (0, 0, s.total_pages)
     assert s.acceptance.rounds == sum(r.acceptance.rounds for r in requests)
-    engine._scheduler.prefix.clear()  # refuses where a page is still held
+    engine._scheduler.clear()  # refuses where a page is still held
     assert all(g < TIE for g in gaps), gaps

@@ -31,7 +31,7 @@ class EngineConfig:
     # What a burst attends to: "dense", a copy of the batch's pages that all its steps share (fastest on a CPU, but as
     # large as the batch's cache); "paged", pages gathered layer by layer; "auto", dense on a CPU and paged elsewhere.
     decode_view: Literal["auto", "dense", "paged"] = "auto"
-    batch_factor: int = 4  # batch sizes compiled for: 1, factor, factor ** 2, ..., max_batch
+    batch_factor: int = 4  # batch sizes compiled for: 1, factor, factor ** 2, ..., max_batch, a group of devices
     context_factor: int = 4  # window lengths compiled for: 256, 256 * factor, ..., context_length
 
     def __post_init__(self) -> None:
@@ -58,19 +58,30 @@ class EngineConfig:
     def total_pages(self) -> int:
         return self.max_batch * self.pages_per_request if self.n_pages is None else self.n_pages
 
-    def pages(self, room: int) -> int:
-        """`total_pages` for rounds that write `room` rows from the context's last token on. ConfigError: too few."""
+    def pages(self, room: int, n_groups: int = 1) -> int:
+        """`total_pages` for rounds that write `room` rows from the context's last token on.
+
+        Raises:
+          ConfigError: too few, or `n_groups` of devices that share the requests cannot have equal parts.
+        """
         one = self.windows(room)[-1] // self.page_size
+        if self.max_batch % n_groups:
+            fix = "set --max-running-requests to one, or use another preset"
+            raise ConfigError("max_batch", self.max_batch, f"a multiple of the {n_groups} groups of devices", fix)
         if self.n_pages is None:
             return self.max_batch * one
-        if self.n_pages < one:
-            expected = f"at least {one}: a full context, and the {room} rows that drafts write behind it"
+        if self.n_pages < one * n_groups:
+            expected = f"at least {one * n_groups}: a full context, and the {room} rows that drafts write behind it"
+            expected += f", in each of {n_groups} groups of devices" if n_groups > 1 else ""
             raise ConfigError("n_pages", self.n_pages, expected, "raise --max-total-tokens")
+        if self.n_pages % n_groups:
+            fix = "change --max-total-tokens"
+            raise ConfigError("n_pages", self.n_pages, f"a multiple of the {n_groups} groups of devices", fix)
         return self.n_pages
 
-    @property
-    def batch_sizes(self) -> tuple[int, ...]:
-        return _powers(1, self.max_batch, self.batch_factor)
+    def batch_sizes(self, n_groups: int = 1) -> tuple[int, ...]:
+        """Rows of the batches that programs are compiled for, as many in each group of devices."""
+        return tuple(n * n_groups for n in _powers(1, self.max_batch // n_groups, self.batch_factor))
 
     @property
     def window_lengths(self) -> tuple[int, ...]:

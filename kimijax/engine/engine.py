@@ -106,7 +106,8 @@ class Engine:
     def _new_scheduler(self) -> Scheduler:
         p = self._programs
         reach = max(p.reach(k, 1) for k in p.draft_counts)
-        return Scheduler(self.config, p.n_pages, drafter=p.has_drafter, reach=reach, room=p.room)
+        sizes = {"reach": reach, "room": p.room, "n_groups": p.n_groups}
+        return Scheduler(self.config, p.n_pages, drafter=p.has_drafter, **sizes)
 
     def make_request(
         self,
@@ -157,12 +158,12 @@ class Engine:
         return self._scheduler.has_work
 
     def stats(self) -> EngineStats:
-        s, p = self._scheduler, self._scheduler.prefix
+        s = self._scheduler
         return EngineStats(
             len(s.running),
             len(s.waiting),
-            p.n_available,
-            p.pool.n_pages,
+            s.n_available,
+            s.n_pages,
             s.n_prompt_tokens,
             s.n_cached_tokens,
             self._n_output,
@@ -196,22 +197,24 @@ class Engine:
 
     def _prefill(self) -> int:
         """Start the programs of this step's chunks of prompts; how many there were."""
-        plans = self._scheduler.plan_prefill()
+        p, plans = self._programs, self._scheduler.plan_prefill()
+        for together in _side_by_side(plans, p.group_of):
+            for plan in together:
+                if plan.copy is not None:
+                    self._state = p.copy(self._state, plan.copy.source, plan.copy.target)
+            if chunks := [plan for plan in together if plan.stop > plan.start]:
+                self._state = p.prefill(self._state, chunks)
         for plan in plans:
-            self._start_prefill(plan)
+            if plan.last:
+                self._start(plan.request)
         return len(plans)
 
-    def _start_prefill(self, plan: PrefillPlan) -> None:
-        p, request = self._programs, plan.request
-        if plan.copy is not None:
-            self._state = p.copy(self._state, plan.copy.source, plan.copy.target)
-        if plan.stop > plan.start:
-            self._state = p.prefill(self._state, request, plan.start, plan.stop, plan.pages)
-        if plan.last:
-            self._state = p.start(self._state, request)
-            if request.needs_rules:
-                self._state = self._rules.begin(self._state, request)
-            self._unprepared.add(request.id)
+    def _start(self, request: Request) -> None:
+        """Its prompt's program is under way: it takes its place among those that decode."""
+        self._state = self._programs.start(self._state, request)
+        if request.needs_rules:
+            self._state = self._rules.begin(self._state, request)
+        self._unprepared.add(request.id)
 
     def _decode(self, *, alone: bool) -> Flight | None:
         """Start a decoding step, with pages for every row that it may write."""
@@ -226,10 +229,10 @@ class Engine:
                 if self._drain():
                     continue
                 choice = choice._replace(k=0, n_rounds=1)
-                if s.grow(requests, 1):
-                    self._preempt()
+                if short := s.grow(requests, 1):
+                    self._preempt(s.group_of(short[0]))
                     continue
-            size, window = self._bucket(len(requests), longest + p.touched(choice.k, choice.n_rounds))
+            size, window = self._bucket(requests, longest + p.touched(choice.k, choice.n_rounds))
             return self._start_decode(requests, p.batch(requests, size, window), rules, choice, alone)
         return None
 
@@ -238,7 +241,7 @@ class Engine:
         p = self._programs
         k = p.most_drafts
         if k and self._adaptive is not None:
-            of, groups = self._bucket(len(requests), longest + p.touched(k, p.most_rounds(k))), groups_of(requests)
+            of, groups = self._bucket(requests, longest + p.touched(k, p.most_rounds(k))), groups_of(requests)
             k = self._adaptive.choose(of, groups).k
             self._n_chosen += 1
             if self._n_chosen % _STATUS_INTERVAL == 1:
@@ -251,9 +254,9 @@ class Engine:
         one = rules or self._scheduler.wants_prefill
         return StepPlan(k, 1 if one else p.most_rounds(k), prepare)
 
-    def _bucket(self, n_requests: int, reach: int) -> Bucket:
+    def _bucket(self, requests: Sequence[Request], reach: int) -> Bucket:
         windows = self._programs.windows
-        return bucket(n_requests, self.config.batch_sizes), bucket(min(reach, windows[-1]), windows)
+        return self._programs.batch_size(requests), bucket(min(reach, windows[-1]), windows)
 
     def _start_decode(
         self, requests: Sequence[Request], batch: Batch, rules: bool, choice: StepPlan, alone: bool
@@ -274,13 +277,15 @@ class Engine:
         most, least = n_rounds * (k + 1), n_rounds
         self._scheduler.begin(requests, most, least)
         size = len(batch.places), batch.table.shape[1] * self.config.page_size
-        return Flight(tuple(requests), record, found, k, most, least, fresh, size, begun, alone and not rules)
+        rows = self._programs.rows(requests, len(batch.places))
+        return Flight(tuple(requests), rows, record, found, k, most, least, fresh, size, begun, alone and not rules)
 
     def _rule_round(self, requests: Sequence[Request], batch: Batch, k: int) -> tuple[Record, Logprobs]:
         """A round in two halves, with the masks of grammars along the draft in between."""
         size = len(batch.places)
+        at = self._programs.rows(requests, size)
         if self._rule_rows is None or self._rule_rows[0] != (size, *requests):
-            self._rule_rows = (size, *requests), RuleRows.of(requests, size)
+            self._rule_rows = (size, *requests), RuleRows.of(requests, at, size)
         rows = self._rule_rows[1]
         constrained = any(r.constraint is not None for r in requests)
         proposal = None
@@ -288,19 +293,22 @@ class Engine:
             first = self._rules.all_allowed(size, 1)
             if constrained:
                 first = first.copy()
-                self._mask(first, requests, [()] * size)
+                self._mask(first, at, requests, [()] * size)
             self._state, proposal = self._rules.propose(self._state, batch, rows, first, k)
         masks = self._rules.all_allowed(size, k + 1)
         if constrained:
             masks = masks.copy()
             guesses = np.asarray(proposal.tokens).tolist() if proposal is not None else [()] * size
-            self._mask(masks, requests, guesses)
+            self._mask(masks, at, requests, guesses)
         self._state, record, found = self._rules.verify(self._state, batch, rows, proposal, masks, k)
         return record, found
 
-    def _mask(self, masks: np.ndarray, requests: Sequence[Request], guesses: Sequence[Sequence[int]]) -> None:
-        """Fill in what constraints allow along the guesses; a request whose constraint fails ends, alone."""
-        for i, request in enumerate(requests):
+    def _mask(
+        self, masks: np.ndarray, at: np.ndarray, requests: Sequence[Request], guesses: Sequence[Sequence[int]]
+    ) -> None:
+        """Fill in what constraints allow along the guesses of each row; requests are at rows int [n]. A request whose
+        constraint fails ends, alone."""
+        for i, request in zip(at.tolist(), requests, strict=True):
             if request.constraint is None or request.phase is Phase.FINISHED:
                 continue
             try:
@@ -318,16 +326,17 @@ class Engine:
         flight, self._flight = self._flight, None
         if flight is None:
             return False
-        tokens, produced = np.asarray(flight.record.tokens).tolist(), np.asarray(flight.record.produced).tolist()
-        accepted, n_rounds = np.asarray(flight.record.accepted), int(flight.record.n_rounds)
-        found = [] if flight.logprobs is None else [np.asarray(x) for x in flight.logprobs]
+        at, record = flight.rows, flight.record
+        tokens, produced = np.asarray(record.tokens)[at].tolist(), np.asarray(record.produced)[at].tolist()
+        n_rounds = int(record.n_rounds)
+        accepted = np.asarray(record.accepted)[:n_rounds, at]
+        found = [] if flight.logprobs is None else [np.asarray(x)[at] for x in flight.logprobs]
         now = time.perf_counter()
         seconds = now - max(self._last_read, flight.begun)
         self._last_read = now
-        accepted = accepted[:n_rounds, : len(flight.requests)]
         if self._adaptive is not None and n_rounds:
             flight.teach(self._adaptive, accepted, seconds)
-        rows = zip(flight.requests, tokens, produced, accepted.T.tolist(), strict=False)  # the last are padding
+        rows = zip(flight.requests, tokens, produced, accepted.T.tolist(), strict=True)
         for i, (request, of_row, n_drawn, rounds) in enumerate(rows):
             if request.phase is Phase.FINISHED:
                 continue  # cancelled, or found to have ended by the step before
@@ -413,8 +422,8 @@ class Engine:
             # Nothing of it is wanted, and nobody may step for long: read later it would seem to have taken that long.
             self._flight = None
 
-    def _preempt(self) -> None:
-        self._unprepared.discard(self._scheduler.preempt().id)
+    def _preempt(self, group: int | None = None) -> None:
+        self._unprepared.discard(self._scheduler.preempt(group).id)
 
     def recover(self) -> list[StepOutput]:
         """After a step that raised: end every request that was running and rebuild the state, which was donated.
@@ -426,7 +435,7 @@ class Engine:
         dropped = list(self._scheduler.running)
         for request in dropped:
             self._finish(request)
-        self._scheduler.prefix.clear()
+        self._scheduler.clear()
         for x in jax.tree.leaves(self._state):  # not donated if the step failed early; two caches may not fit
             if isinstance(x, jax.Array) and not x.is_deleted():
                 x.delete()
@@ -456,3 +465,18 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises RuntimeError when pages, places and requests do not add up."""
         self._scheduler.check_integrity()
+
+
+def _side_by_side(plans: Sequence[PrefillPlan], group_of: Callable[[Request], int]) -> list[list[PrefillPlan]]:
+    """Plans in their order, in runs that one program may carry out: of one group of devices each, all of them the first
+    chunk of a prompt, or none; a copy reads what the runs before it made."""
+    runs: list[list[PrefillPlan]] = []
+    taken: set[tuple[int, bool]] = set()
+    for plan in plans:
+        group, is_first = group_of(plan.request), plan.start == 0
+        if not runs or group in {g for g, _ in taken} or any(first != is_first for _, first in taken):
+            runs.append([])
+            taken = set()
+        runs[-1].append(plan)
+        taken.add((group, is_first))
+    return runs

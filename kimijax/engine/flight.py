@@ -27,6 +27,7 @@ class Flight:
     """A decoding step under way."""
 
     requests: tuple[Request, ...]
+    rows: np.ndarray  # int [n], of each of them
     record: Record
     logprobs: Logprobs | None
     k: int
@@ -47,7 +48,7 @@ class Flight:
 
         Args:
           adaptive: who listens.
-          accepted: int [rounds, B], -1 where there were none.
+          accepted: int [rounds, n] of the requests, -1 where there were none.
           seconds: that it took, with whatever ran before it.
         """
         k = self.k

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 
 
 class PagePool:
-    """Pages 0 ... n-1. A page is one of
+    """Pages first ... first + n - 1. A page is one of
 
     free  nobody wants what it holds;
     held  by one request or more: `take` gives it to the first, `share` to another, `give_back` ends one's hold;
@@ -14,9 +14,9 @@ class PagePool:
     A page that was marked by `keep` while it was held is idle when its last holder gives it back, others are free.
     """
 
-    def __init__(self, n_pages: int) -> None:
-        self._free = list(range(n_pages - 1, -1, -1))  # popped from the end: page 0 first
-        self._n_holders = [0] * n_pages
+    def __init__(self, n_pages: int, first: int = 0) -> None:
+        self._free = list(range(first + n_pages - 1, first - 1, -1))  # popped from the end: the first page first
+        self._n_holders = dict.fromkeys(range(first, first + n_pages), 0)
         self._kept: set[int] = set()
         self._idle: dict[int, None] = {}  # in the order in which they were given back
         self.n_pages = n_pages
@@ -97,16 +97,16 @@ class PagePool:
         """
         counts = Counter(page for pages in holders for page in pages)
         n = self._n_holders
-        if crowded := sorted(page for page, count in counts.items() if count > n[page] > 0):
+        if crowded := sorted(page for page, count in counts.items() if count > n.get(page, 0) > 0):
             raise RuntimeError(f"pages {crowded} have two holders or more, fewer are counted")
-        leaked = [page for page in range(self.n_pages) if n[page] > counts[page]]
-        foreign = sorted(page for page in counts if not n[page])
+        leaked = [page for page in n if n[page] > counts[page]]
+        foreign = sorted(page for page in counts if not n.get(page))
         if leaked or foreign:
             raise RuntimeError(f"leaked pages {leaked}, foreign {foreign}")
         if set(kept) != self._kept:
             raise RuntimeError(f"kept pages {sorted(self._kept)}, expected {sorted(kept)}")
-        held = [page for page in range(self.n_pages) if n[page]]
-        if sorted([*self._free, *self._idle, *held]) != list(range(self.n_pages)):
+        held = [page for page in n if n[page]]
+        if sorted([*self._free, *self._idle, *held]) != list(n):
             raise RuntimeError("free, idle and held pages are not all pages, each once")
         if self._kept - set(held) != set(self._idle):
             raise RuntimeError("pages that are kept and not held are not the idle ones")

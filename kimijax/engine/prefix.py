@@ -146,6 +146,13 @@ class PrefixCache:
         self.n_found += lease.start
         return lease
 
+    def n_cached(self, sequence: TokenSequence) -> int:
+        """Tokens of a request that it would not have to compute."""
+        lease = self.match(sequence)
+        n = lease.start
+        self.release(lease)
+        return n
+
     def match(self, sequence: TokenSequence) -> Lease:
         """Hold the pages that are valid for a request, and the page to copy from, if another is valid in part."""
         size, last = self.page_size, sequence.n_tokens - 1

@@ -12,9 +12,11 @@ nothing is read back here.
 """
 
 import functools
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +51,19 @@ class Batch(NamedTuple):
 
     places: np.ndarray  # int32 [B], past the last place where it is padding
     table: np.ndarray  # int32 [B, n], pages in order, padded with -1
+
+
+class Chunk(Protocol):
+    """Rows start ... stop - 1 of a running request, all of whose tokens before `stop + 1` are known."""
+
+    @property
+    def request(self) -> Request: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def pages(self) -> Sequence[int]: ...
 
 
 class BlockTables:
@@ -103,7 +118,8 @@ class ProgramSet:
                 self.simulated = simulated_chances(options.simulate_acc_len, options.num_steps)
         self.room = 1 if options is None or drafter is None else options.room
         spare = self.room if self.room > 1 else 0
-        self.n_pages = config.pages(spare)
+        self.n_groups = 1 if mesh is None else n_parts("pages", mesh)
+        self.n_pages = config.pages(spare, self.n_groups)
         self.windows = config.windows(max(spare, config.burst) if self.has_drafter else spare)
         self.tables = BlockTables(config.max_batch, self.windows[-1] // config.page_size)
 
@@ -147,21 +163,37 @@ class ProgramSet:
     def models(self, leaves: list[jax.Array]) -> tuple[Target, Drafter | None]:
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
 
-    def batch(self, requests: Sequence[Request], size: int, window: int) -> Batch:
-        """Of running requests, padded to `size` rows."""
-        n = len(requests)
-        places = np.full(size, self.config.max_batch, np.int32)
-        places[:n] = [r.place for r in requests]
-        table = np.full((size, window // self.config.page_size), -1, np.int32)
-        table[:n] = self.tables.of(requests, places[:n], table.shape[1])
-        return Batch(places, table)
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Rows of a batch; each group of devices has as many of them."""
+        return self.config.batch_sizes(self.n_groups)
 
-    def table(self, pages: Sequence[int], length: int) -> np.ndarray:
-        """Block table int32 [1, length / page_size] of one request; pages beyond `length` are left out."""
-        table = np.full((1, length // self.config.page_size), -1, np.int32)
-        own = pages[: table.shape[1]]
-        table[0, : len(own)] = own
-        return table
+    def group_of(self, request: Request) -> int:
+        """Of devices, which a running request's rows and pages are on."""
+        return request.place * self.n_groups // self.config.max_batch
+
+    def batch_size(self, requests: Sequence[Request]) -> int:
+        """The smallest that has rows for all of them."""
+        most = len(requests)
+        if self.n_groups > 1:
+            most = self.n_groups * max(Counter(map(self.group_of, requests)).values(), default=0)
+        return bucket(most, self.batch_sizes)
+
+    def rows(self, requests: Sequence[Request], size: int) -> np.ndarray:
+        """int [n], the row of each in a batch: the first of its group that is free."""
+        if self.n_groups == 1:
+            return np.arange(len(requests))
+        following = [itertools.count(group * size // self.n_groups) for group in range(self.n_groups)]
+        return np.asarray([next(following[self.group_of(r)]) for r in requests], np.int64)
+
+    def batch(self, requests: Sequence[Request], size: int, window: int) -> Batch:
+        """Of running requests at their `rows`; the other rows are padding."""
+        rows = self.rows(requests, size)
+        places = np.full(size, self.config.max_batch, np.int32)
+        places[rows] = own = np.asarray([r.place for r in requests], np.int32)
+        table = np.full((size, window // self.config.page_size), -1, np.int32)
+        table[rows] = self.tables.of(requests, own, table.shape[1])
+        return Batch(places, table)
 
     def views(self, state: DeviceState, table: jax.Array, length: jax.Array) -> tuple[Any, Any]:
         """Of both caches: copies of the batch's pages, or the pages themselves; `length`: rows that are valid, [B]."""
@@ -264,20 +296,24 @@ class Programs(ProgramSet):
         least = (shorter[-1] if shorter else 0) + 2  # tokens in it, after one row that is there already
         return least <= window
 
-    def prefill(self, state: DeviceState, request: Request, start: int, stop: int, pages: Sequence[int]) -> DeviceState:
-        """Compute rows start ... stop - 1 of a request, in both caches; there is a token behind them."""
-        length = bucket(stop - start, self.config.chunk_lengths)
-        window = 0 if start == 0 else bucket(stop, self.windows)
-        return self.run_prefill(state, request.tokens(start, stop + 1), pages, start, length, window)
+    def prefill(self, state: DeviceState, chunks: Sequence[Chunk]) -> DeviceState:
+        """Compute rows of requests, in both caches: one chunk a group of devices at the most, all of them the first of
+        their prompts, or none."""
+        length = bucket(max(c.stop - c.start for c in chunks), self.config.chunk_lengths)
+        is_first = chunks[0].start == 0
+        window = 0 if is_first else bucket(max(c.stop for c in chunks), self.windows)
+        return self.run_prefill(state, chunks, length, window)
 
-    def run_prefill(
-        self, state: DeviceState, ids: Sequence[int], pages: Sequence[int], start: int, length: int, window: int
-    ) -> DeviceState:
-        row = np.zeros((1, length + 1), np.int32)
-        row[0, : len(ids)] = ids
-        size = self.config.page_size
-        table = self.table(pages, window or -(-length // size) * size)
-        return self.call(self._prefill, state, row, np.asarray([start], np.int32), table, first=window == 0)
+    def run_prefill(self, state: DeviceState, chunks: Sequence[Chunk], length: int, window: int) -> DeviceState:
+        """`prefill` by a program of these sizes; window 0: the chunks are the first."""
+        size, n = self.config.page_size, self.n_groups
+        ids, start = np.zeros((n, length + 1), np.int32), np.zeros(n, np.int32)
+        table = np.full((n, (window or -(-length // size) * size) // size), -1, np.int32)
+        for c in chunks:
+            row = self.group_of(c.request)
+            own, pages = c.request.tokens(c.start, c.stop + 1), c.pages[: table.shape[1]]
+            ids[row, : len(own)], start[row], table[row, : len(pages)] = own, c.start, pages
+        return self.call(self._prefill, state, ids, start, table, first=window == 0)
 
     def start(self, state: DeviceState, request: Request) -> DeviceState:
         """A request begins to decode at its place."""
@@ -301,9 +337,9 @@ class Programs(ProgramSet):
         self,
         leaves: list[jax.Array],
         state: DeviceState,
-        ids: jax.Array,  # int32 [1, T + 1]
-        start: jax.Array,  # int32 [1]
-        table: jax.Array,  # int32 [1, n]
+        ids: jax.Array,  # int32 [B, T + 1], a row for each group of devices
+        start: jax.Array,  # int32 [B]
+        table: jax.Array,  # int32 [B, n]
         *,
         first: bool,
     ) -> DeviceState:

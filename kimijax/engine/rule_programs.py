@@ -14,7 +14,7 @@ import numpy as np
 
 from ..cache import PagedView
 from ..logprobs import Logprobs, logprobs
-from ..penalties import NO_ID, History, ProcessorRows, chain_before, process, process_draft
+from ..penalties import NO_ID, History, ProcessorRows, Rules, chain_before, process, process_draft
 from ..rounds import Record
 from ..speculation import ChainState, DraftChain, verify_round
 from ..verification import Proposal
@@ -31,11 +31,14 @@ class RuleRows:
     wanted: np.ndarray  # bool [B], rows that ask for log-probabilities
 
     @staticmethod
-    def of(requests: Sequence[Request], size: int) -> "RuleRows":
+    def of(requests: Sequence[Request], at: np.ndarray, size: int) -> "RuleRows":
+        """Of requests at rows int [n] of `size`."""
         wanted = np.zeros(size, np.bool_)
-        wanted[: len(requests)] = [r.sampling.logprobs is not None for r in requests]
-        stops = [r.stop_ids for r in requests]
-        return RuleRows(ProcessorRows.of([r.sampling.rules for r in requests], stops, WIDEST, size), wanted)
+        wanted[at] = [r.sampling.logprobs is not None for r in requests]
+        rules, stops = [Rules()] * size, [frozenset[int]()] * size
+        for row, request in zip(at.tolist(), requests, strict=True):
+            rules[row], stops[row] = request.sampling.rules, request.stop_ids
+        return RuleRows(ProcessorRows.of(rules, stops, WIDEST, size), wanted)
 
 
 class Begin(NamedTuple):

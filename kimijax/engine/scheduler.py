@@ -44,29 +44,67 @@ def _order(request: Request) -> tuple[int, int]:
 class Scheduler:
     """First come, first served, among requests of one priority. A request holds pages for all its computed tokens; when
     pages run out, the request that comes last gives its pages back and is computed again later, its output kept: what
-    of its pages nobody needed meanwhile is found in the prefix cache."""
+    of its pages nobody needed meanwhile is found in the prefix cache.
 
-    def __init__(self, config: EngineConfig, n_pages: int, *, drafter: bool, reach: int = 1, room: int = 1) -> None:
+    Where requests are spread over groups of devices each group has its own places and pages: an equal share of them,
+    in order. A request stays in its group while it runs."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        n_pages: int,
+        *,
+        drafter: bool,
+        reach: int = 1,
+        room: int = 1,
+        n_groups: int = 1,
+    ) -> None:
         """Args:
         config: sizes.
-        n_pages: of the pool.
+        n_pages: of all pools.
         drafter: whether pages hold a drafter's rows, too.
         reach: rows from its length on that a request's first step may write: it is admitted with pages for them.
         room: rows from a request's last token on that its last round may write.
+        n_groups: of devices; it divides places and pages.
         """
         self.config, self._reach, self._room = config, reach, room
-        self.prefix = PrefixCache(PagePool(n_pages), config.page_size, drafter=drafter)
+        share, self._n_places = n_pages // n_groups, config.max_batch // n_groups
+        pools = [PagePool(share, i * share) for i in range(n_groups)]
+        self.prefixes = [PrefixCache(pool, config.page_size, drafter=drafter) for pool in pools]
         self.waiting: list[Request] = []  # in their order
         self.running: list[Request] = []  # in their order
         self.n_preempted = self.n_prompt_tokens = self.n_cached_tokens = 0
         self._refused: Request | None = None  # the last that asked to be admitted, if in vain
         self._by_id: dict[str, Request] = {}
-        self._places = list(range(config.max_batch - 1, -1, -1))  # free ones, popped from the end
+        of_group = [range(i * self._n_places, (i + 1) * self._n_places) for i in range(n_groups)]
+        self._places = [list(reversed(places)) for places in of_group]  # free ones, popped from the end
         self._arrivals = itertools.count()
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    @property
+    def n_available(self) -> int:
+        """Pages that requests could get now, in all groups."""
+        return sum(prefix.n_available for prefix in self.prefixes)
+
+    @property
+    def n_pages(self) -> int:
+        return sum(prefix.pool.n_pages for prefix in self.prefixes)
+
+    def group_of(self, request: Request) -> int:
+        """Where a running request is."""
+        return request.place // self._n_places
+
+    def prefix_of(self, request: Request) -> PrefixCache:
+        """Of a running request's group."""
+        return self.prefixes[request.place // self._n_places]
+
+    def clear(self) -> None:
+        """Forget all prefixes, as when the cache's arrays are new; nothing may be running."""
+        for prefix in self.prefixes:
+            prefix.clear()
 
     def add(self, request: Request) -> None:
         """Raises QueueFullError when a full batch and `max_queued` requests more are here already.
@@ -111,14 +149,14 @@ class Scheduler:
                 break
             start = request.cached
             stop = min(start + budget, request.n_tokens - 1)
-            lease = request.lease
+            lease, prefix = request.lease, self.prefix_of(request)
             assert lease is not None
             # The state behind the plan, although it is not carried out: programs run in the order of their plans.
-            plans.append(PrefillPlan(request, start, stop, tuple(lease.pages), self.prefix.copy(lease)))
-            self.prefix.copied(lease)
+            plans.append(PrefillPlan(request, start, stop, tuple(lease.pages), prefix.copy(lease)))
+            prefix.copied(lease)
             request.cached = stop
             if self.config.prefix_cache:
-                self.prefix.insert(lease, request, stop)
+                prefix.insert(lease, request, stop)
             # A prompt that needs no computing costs a program, too.
             budget -= max(stop - start, 1)
             if plans[-1].last:
@@ -143,13 +181,13 @@ class Scheduler:
             assert lease is not None
             rows = r.cached + r.in_flight + reach
             # Asked in every step, and nearly always there.
-            if rows > len(lease.pages) * size and not self.prefix.grow(lease, min(rows, self._most_rows(r))):
+            if rows > len(lease.pages) * size and not self.prefix_of(r).grow(lease, min(rows, self._most_rows(r))):
                 short.append(r)
         return short
 
-    def preempt(self) -> Request:
-        """Take its pages from the request that comes last; there must be nothing under way."""
-        request = self.running[-1]
+    def preempt(self, group: int | None = None) -> Request:
+        """Take its pages from the request that comes last, in one group or in all; there must be nothing under way."""
+        request = next(r for r in reversed(self.running) if group is None or self.group_of(r) == group)
         if request.in_flight:
             raise RuntimeError(f"request {request.id} is preempted with {request.in_flight} tokens under way")
         self.running.remove(request)
@@ -173,20 +211,24 @@ class Scheduler:
         lease = request.lease
         # Asked in every step, and true once a page.
         if lease is not None and cached >= (lease.n_cached + 1) * self.config.page_size and self.config.prefix_cache:
-            self.prefix.insert(lease, request, request.cached)
+            self.prefix_of(request).insert(lease, request, request.cached)
 
     def _can_admit(self) -> bool:
         """Whether the first waiting request finds a place, and about enough pages for all its tokens."""
-        if not self.waiting or not self._places:
+        if not self.waiting:
             return False
-        return -(-self._first_rows(self.waiting[0]) // self.config.page_size) <= self.prefix.n_available
+        n = -(-self._first_rows(self.waiting[0]) // self.config.page_size)
+        pairs = zip(self._places, self.prefixes, strict=True)
+        return any(places and n <= prefix.n_available for places, prefix in pairs)
 
     def _admit(self) -> Request | None:
         """Start the first waiting request. It gets the pages of its whole prompt: half a prompt is work for nothing."""
         if not self.waiting:
             return None
         request = self._refused = self.waiting[0]
-        lease = self.prefix.admit(request, self._first_rows(request)) if self._places else None
+        rows = self._first_rows(request)
+        leases = ((group, self.prefixes[group].admit(request, rows)) for group in self._groups_for(request))
+        group, lease = next((found for found in leases if found[1] is not None), (0, None))
         if lease is None:
             return None
         self._refused = None
@@ -196,10 +238,18 @@ class Scheduler:
             self.n_prompt_tokens += request.n_tokens
             self.n_cached_tokens += lease.start
         request.lease, request.cached = lease, lease.start
-        request.place = self._places.pop()
+        request.place = self._places[group].pop()
         request.phase = Phase.PREFILL
         bisect.insort(self.running, request, key=_order)
         return request
+
+    def _groups_for(self, request: Request) -> list[int]:
+        """Groups with a free place, the best first: where most of it is cached, then where most pages are free."""
+        free = [group for group, places in enumerate(self._places) if places]
+        if len(free) < 2:
+            return free
+        found = {group: self.prefixes[group].n_cached(request) for group in free}
+        return sorted(free, key=lambda group: (-found[group], -self.prefixes[group].n_available))
 
     def _first_rows(self, request: Request) -> int:
         """Rows that it is admitted with: those of a first step too, or it would have to give way at once."""
@@ -211,10 +261,10 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         if request.lease is not None:
-            self.prefix.release(request.lease)
+            self.prefix_of(request).release(request.lease)
             request.lease = None
         if request.place >= 0:
-            self._places.append(request.place)
+            self._places[self.group_of(request)].append(request.place)
             request.place = -1
         request.cached = request.in_flight = request.in_flight_least = 0
 
@@ -226,17 +276,19 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises RuntimeError on a leaked, shared or foreign page, or a request in two places."""
-        leases = [r.lease for r in self.running if r.lease is not None]
-        if len(leases) != len(self.running):
+        if any(r.lease is None for r in self.running):
             raise RuntimeError("a running request holds no pages")
-        self.prefix.check_integrity(leases)
+        for group, prefix in enumerate(self.prefixes):
+            own = [r.lease for r in self.running if r.lease is not None and self.group_of(r) == group]
+            prefix.check_integrity(own)
         held = [r.id for r in self.waiting if r.lease is not None or r.place >= 0]
         if held:
             raise RuntimeError(f"waiting requests hold pages or places: {held}")
         ids = [r.id for r in (*self.running, *self.waiting)]
         if sorted(ids) != sorted(self._by_id):
             raise RuntimeError("the queues do not hold each request once")
-        if sorted([*self._places, *(r.place for r in self.running)]) != list(range(self.config.max_batch)):
+        free = [place for places in self._places for place in places]
+        if sorted([*free, *(r.place for r in self.running)]) != list(range(self.config.max_batch)):
             raise RuntimeError("free and taken places are not all places, each once")
         for queue in (self.waiting, self.running):
             if queue != sorted(queue, key=_order):

@@ -27,11 +27,11 @@ def warm_up_programs(
 
     n = programs.config.max_batch  # the place of padding
     for length, window in programs.prefill_shapes():
-        add(f"prefill {length} x {window}", programs.run_prefill, [], [], 0, length, window)
+        add(f"prefill {length} x {window}", programs.run_prefill, [], length, window)
     add("start", programs.start_blank, n, Start.blank())
     add("copy", programs.copy, 0, 0)
     add("rules", rules.begin, Request("warm-up", (0,), Sampling(), 0, frozenset(), 1, place=n))
-    for size in programs.config.batch_sizes:
+    for size in programs.batch_sizes:
         for window in programs.windows:
             batch = programs.batch([], size, window)
             for k in programs.draft_counts:
@@ -48,7 +48,7 @@ def warm_up_programs(
 
 def _rule_round(rules: RulePrograms, state: DeviceState, batch: Batch, k: int) -> DeviceState:
     size = len(batch.places)
-    rows = RuleRows.of([], size)
+    rows = RuleRows.of([], np.zeros(0, np.int64), size)
     proposal = None
     if k:
         state, proposal = rules.propose(state, batch, rows, rules.all_allowed(size, 1), k)
@@ -61,7 +61,7 @@ def measure_costs(programs: Programs, state: DeviceState) -> tuple[DeviceState, 
     Such rows read what lies in some page and write nowhere; what they compute means nothing, and costs what it costs.
     """
     seconds: dict[tuple[tuple[int, int], int], list[float]] = {}
-    for size in programs.config.batch_sizes:
+    for size in programs.batch_sizes:
         for window in programs.windows:
             batch = programs.batch([], size, window)._replace(places=np.arange(size, dtype=np.int32))
             for k in programs.draft_counts:
