@@ -137,6 +137,10 @@ class MLA(nnx.Module):
         q = jnp.concatenate([jnp.moveaxis(q_latent, 0, 2), query.rope], axis=-1)
         if keys.ndim == 4:
             latent = over_split_positions(q, keys, visible, softmax_scale(self.config))[..., :r]
+        elif current_mesh() is not None:  # heads that are merged with another axis would be gathered first
+            score = jnp.einsum("btnc,bsc->btns", q, keys, preferred_element_type=jnp.float32)
+            p = masked_softmax(score * jnp.float32(softmax_scale(self.config)), visible[:, :, None, :])
+            latent = jnp.einsum("btns,bsc->btnc", p.astype(keys.dtype), keys)[..., :r]
         else:
             score = jnp.einsum("bqc,bsc->bqs", q.reshape(b, t * n, -1), keys, preferred_element_type=jnp.float32)
             score = score.reshape(b, t, n, -1) * jnp.float32(softmax_scale(self.config))

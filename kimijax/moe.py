@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from .config import MoEConfig
 from .layers import MLP, declare, gated_mlp
@@ -74,9 +75,9 @@ class MoE(nnx.Module):
     def __init__(self, hidden: int, config: MoEConfig, dtype: jnp.dtype, int4_group: int | None) -> None:
         self.config = config
         f32 = jnp.dtype(jnp.float32)
-        self.router = declare((config.n_experts, hidden), dtype, ("experts", "hidden"), std=0.2 * hidden**-0.5)
+        self.router = declare((config.n_experts, hidden), dtype, ("replicated", "hidden"), std=0.2 * hidden**-0.5)
         if config.has_bias:
-            self.router_bias = declare((config.n_experts,), f32, ("experts",), std=0.0)
+            self.router_bias = declare((config.n_experts,), f32, ("replicated",), std=0.0)
         self.experts = Experts(hidden, config, dtype, int4_group)
         if config.n_shared:
             self.shared = MLP(hidden, config.n_shared * config.expert_width, dtype)
@@ -102,8 +103,9 @@ class MoE(nnx.Module):
         """Each device multiplies what it holds of every expert, or the experts that it holds, and of the shared MLP;
         the partial outputs are summed once.
 
-        Attention groups hold different rows and different experts: they gather each other's rows first, and scatter
-        the sums. For the few rows of a decoding step that is cheaper than sending rows to experts.
+        Attention groups hold different rows and different experts: they gather each other's rows first, which each
+        routes anew, and scatter the sums. For the few rows of a decoding step that is cheaper than sending rows to
+        experts.
         """
         groups, holders = split_axes("batch", mesh), split_axes("experts", mesh)
         exchanged = tuple(name for name in groups if name in holders) if is_even("batch", x.shape[0], mesh) else ()
@@ -113,12 +115,14 @@ class MoE(nnx.Module):
         specs = [partition(p.get_metadata()["axes"], mesh) for p in (*routed, *shared)]
         partial_sums = tuple(name for name in mesh.axis_names if name not in groups and mesh.shape[name] > 1)
 
-        def local(x: jax.Array, chosen: jax.Array, weights: jax.Array, *params: jax.Array) -> jax.Array:
-            rows = x.reshape(-1, x.shape[-1])
-            mine = rows, chosen, weights
+        def local(
+            x: jax.Array, chosen: jax.Array, weights: jax.Array, router: tuple[jax.Array, ...], *params: jax.Array
+        ) -> jax.Array:
+            rows = every = x.reshape(-1, x.shape[-1])
             if exchanged:
-                mine = tuple(jax.lax.all_gather(a, exchanged, axis=0, tiled=True) for a in mine)
-            out = _product_of_own(*mine, params[: len(routed)], implementation, holders)
+                every = jax.lax.all_gather(rows, exchanged, axis=0, tiled=True)
+                chosen, weights, _ = route(every, router[0], router[1] if len(router) > 1 else None, self.config)
+            out = _product_of_own(every, chosen, weights, params[: len(routed)], implementation, holders)
             if exchanged:
                 out = jax.lax.psum_scatter(out, exchanged, scatter_dimension=0, tiled=True)
             elif inside := tuple(name for name in holders if name in groups):
@@ -128,8 +132,9 @@ class MoE(nnx.Module):
             out = jax.lax.psum(out, partial_sums) if partial_sums else out
             return out.reshape(x.shape)
 
-        in_specs = (batch, batch, batch, *specs)
-        operands = (x, routing.experts, routing.weights, *(p[...] for p in (*routed, *shared)))
+        router = (self.router[...], self.router_bias[...]) if self.config.has_bias else (self.router[...],)
+        in_specs = (batch, batch, batch, PartitionSpec(), *specs)
+        operands = (x, routing.experts, routing.weights, router, *(p[...] for p in (*routed, *shared)))
         return jax.shard_map(local, in_specs=in_specs, out_specs=batch, check_vma=False)(*operands)
 
 

@@ -132,6 +132,25 @@ def test_a_row_of_listed_experts_is_the_same_whatever_the_others_are() -> None:
     assert not np.array_equal(a[2:], b[2:])
 
 
+@pytest.mark.parametrize("int4", [False, True], ids=["float", "int4"])
+@pytest.mark.parametrize(("t", "k", "kind"), [(3, 3, "random"), (37, 3, "random"), (33, 2, "ends"), (64, 1, "one")])
+def test_devices_with_some_experts_each_make_parts_of_the_sum(t: int, k: int, kind: str, int4: bool) -> None:
+    """Of three devices each has two experts; -1 stands for those of the others. One may have no row at all."""
+    x, chosen, weights = case(t, k, kind)
+    operands = (GATE_UP_WORDS, DOWN_WORDS, GATE_UP_SCALE, DOWN_SCALE) if int4 else (GATE_UP, DOWN)
+    whole = product(x, chosen, weights, *operands, implementation="reference")
+    for limit in (10**9, 0):
+        with mock.patch.object(forms, "ROW_MAP_LIMIT", limit):
+            part = jax.jit(functools.partial(experts, implementation="reference", partial=True))
+            parts = []
+            for first in range(0, E, 2):
+                own = np.where((chosen >= first) & (chosen < first + 2), chosen - first, -1).astype(np.int32)
+                parts.append(part(x, own, weights, *(a[first : first + 2] for a in operands)))
+        np.testing.assert_allclose(sum(parts), whole, atol=2e-5 * float(jnp.abs(whole).max()))
+        if kind == "ends":
+            assert not np.asarray(parts[1]).any()
+
+
 def test_an_expert_without_rows_is_never_read() -> None:
     x, chosen, weights = case(33, 2, "ends")
     gate_up, down = GATE_UP.copy(), DOWN.copy()
@@ -235,5 +254,7 @@ def test_what_cannot_run_is_refused() -> None:
         product(x, chosen, weights, GATE_UP_WORDS, DOWN_WORDS, GATE_UP_SCALE, DOWN_SCALE, implementation="capacity")
     with pytest.raises(NotImplementedError, match="stacked weights"):
         product(x, chosen, weights, *LISTED, implementation="capacity")
+    with pytest.raises(NotImplementedError, match="not those of one device"):
+        experts(x, chosen, weights, GATE_UP, DOWN, implementation="capacity", partial=True)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="down: found an array"):
         product(x, chosen, weights, LISTED[0], DOWN, implementation="reference")

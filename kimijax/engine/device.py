@@ -88,12 +88,16 @@ class DeviceState:
         )
 
 
-def state_sharding(target: Target, drafter: Drafter | None, mesh: Mesh) -> Any:
-    """Placement of a `DeviceState`: a prefix of its tree. Caches lie as their axes say, the rest on every device."""
+def state_sharding(target: Target, drafter: Drafter | None, mesh: Mesh, n_pages: int, page_size: int) -> Any:
+    """Placement of a `DeviceState`: a prefix of its tree. Caches lie as their axes say, the rest on every device.
+
+    Raises:
+      ConfigError: pages that do not come out even.
+    """
     whole = NamedSharding(mesh, PartitionSpec())
 
     def pages(n_layers: int, axes: tuple[str, str, str]) -> PagedCache:
-        return PagedCache((named_sharding(mesh, axes),) * n_layers, axes)  # pyright: ignore[reportArgumentType]
+        return PagedCache((named_sharding(mesh, axes, (n_pages, page_size)),) * n_layers, axes)  # pyright: ignore[reportArgumentType]
 
     draft = None if drafter is None else pages(1, drafter.cache_axes)
     return DeviceState(pages(target.config.n_layers, LATENT_AXES), draft, whole, whole)  # pyright: ignore[reportArgumentType]

@@ -14,7 +14,7 @@ nothing is read back here.
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -42,6 +42,14 @@ from .config import EngineConfig, bucket
 from .device import DeviceState, Slots, Start, after_rounds, put_rows, put_start, row_state, state_sharding, take_rows
 from .prefix import Lease
 from .request import Request
+from .wire import Held
+
+
+class Caller(Protocol):
+    """Has other processes call a program; see `remote.Leader`."""
+
+    def call(self, program: str, args: tuple[Any, ...], static: Mapping[str, Any]) -> None: ...
+
 
 Kind = Literal["prefill", "rounds", "propose", "verify", "other"]
 
@@ -100,6 +108,9 @@ class ProgramSet:
         experts: str,
     ) -> None:
         self.config, self.mesh, self.n_tokens, self.experts = config, mesh, n_tokens, experts
+        self.leader: Caller | None = None  # where this process leads others
+        self._by_name: dict[str, Any] = {}
+        self._held: tuple[Any, ...] = ()  # what the latest call returned beside the state
         self.target_config = model.config
         self._models = (model, drafter)
         self._graph, state = nnx.split((model, drafter))
@@ -137,28 +148,59 @@ class ProgramSet:
         """
         where: Any = None
         if self.mesh is not None:
-            where = state_sharding(*self._models, self.mesh)
+            where = self._placed(self.mesh)
             if results:
                 where = (where, *[NamedSharding(self.mesh, P())] * results)
-        return jax.jit(program, donate_argnames="state", static_argnames=static, out_shardings=where)
+        jitted = jax.jit(program, donate_argnames="state", static_argnames=static, out_shardings=where)
+        self._by_name[jitted.__name__] = jitted
+        return jitted
 
     def simulated_of(self, k: int) -> jax.Array | None:
         """Pretended acceptance of a round of k drafts; None: it is real."""
         return jnp.asarray(self.simulated[:k]) if k and self.simulated is not None else None
 
-    def call(self, program: Any, *args: Any, **static: Any) -> Any:
+    def call(self, program: Any, state: DeviceState, *args: Any, **static: Any) -> Any:
+        """Call a program made by `jit`, here and, where this process leads others, there.
+
+        Args:
+          program: gets the weights before all else.
+          state: donated.
+          args: host arrays, and results of the call before.
+          static: names and values of arguments that are compiled in.
+        """
+        if self.leader is not None:
+            sent = tuple(self._as_held(x) for x in args)
+            self.leader.call(program.__name__, sent, static)
+        return self._run(program, state, args, static)
+
+    def _as_held(self, value: Any) -> Any:
+        return next((Held(i) for i, x in enumerate(self._held) if x is value), value)
+
+    def repeat(self, program: str, state: DeviceState, args: Sequence[Any], static: Mapping[str, Any]) -> DeviceState:
+        """What the leading process has called: the same here; `Held` stands for what the call before returned."""
+        args = [self._held[x.index] if isinstance(x, Held) else x for x in args]
+        result = self._run(self._by_name[program], state, args, static)
+        return result[0] if isinstance(result, tuple) else result
+
+    def _run(self, program: Any, state: DeviceState, args: Sequence[Any], static: Mapping[str, Any]) -> Any:
         if self.mesh is None:
-            return program(self.leaves, *args, **static)
+            return program(self.leaves, state, *args, **static)
         with jax.set_mesh(self.mesh):
-            return program(self.leaves, *args, **static)
+            result = program(self.leaves, state, *args, **static)
+        self._held = result[1:] if isinstance(result, tuple) else ()
+        return result
 
     def new_state(self) -> DeviceState:
         """Empty, on the devices."""
         c = self.config
         make = functools.partial(DeviceState.empty, *self._models, self.n_pages, c.page_size, c.max_batch)
         mesh = self.mesh
-        where = self.leaves[0].sharding if mesh is None else state_sharding(*self._models, mesh)
+        where = self.leaves[0].sharding if mesh is None else self._placed(mesh)
         return jax.jit(make, out_shardings=where)()
+
+    def _placed(self, mesh: Mesh) -> Any:
+        """Where the state lies."""
+        return state_sharding(*self._models, mesh, self.n_pages, self.config.page_size)
 
     def models(self, leaves: list[jax.Array]) -> tuple[Target, Drafter | None]:
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
