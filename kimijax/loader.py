@@ -30,13 +30,14 @@ class Placement:
     unpack_int4: bool  # on a CPU: no kernel reads packed experts there
 
 
-def place(dtype: Any = None, devices: int = 1, preset: str = "tp") -> Placement:
-    """Placement on the devices there are, those of all processes.
+def place(dtype: Any = None, devices: int = 1, preset: str = "tp", *, local: bool = False) -> Placement:
+    """Placement on the devices there are, those of all processes or this one's.
 
     Args:
       dtype: of weights and activations; default bfloat16 on a GPU, float32 on a CPU.
       devices: to split the model over.
       preset: how (`sharding.PRESETS`), with or without the number of devices behind it.
+      local: each process has a model of its own, on its own devices.
     Raises:
       ConfigError: more devices than there are, not all of several processes, or no such preset.
     """
@@ -44,13 +45,14 @@ def place(dtype: Any = None, devices: int = 1, preset: str = "tp") -> Placement:
     on_cpu = jax.default_backend() == "cpu"
     if dtype is None:
         dtype = jnp.float32 if on_cpu else jnp.bfloat16
-    n = len(jax.devices())
+    found = jax.local_devices() if local else jax.devices()
+    n = len(found)
     if not 1 <= devices <= n:
         raise ConfigError("devices", devices, f"1 to {n}, the devices there are")
-    if jax.process_count() > 1 and devices < n:
+    if jax.process_count() > 1 and not local and devices < n:
         fix = "every process works on every step; start fewer, or use all of their devices"
         raise ConfigError("devices", devices, f"{n}, the devices of all {jax.process_count()} processes", fix)
-    mesh = make_mesh(jax.devices()[:devices], preset=name) if devices > 1 else None
+    mesh = make_mesh(found[:devices], preset=name) if devices > 1 else None
     return Placement(mesh, jnp.dtype(dtype), unpack_int4=on_cpu)
 
 

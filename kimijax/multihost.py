@@ -5,10 +5,14 @@ anything that asks JAX for a device.
 """
 
 import os
+import sys
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 import jax
+
+# JAX has no public way to its key-value store, nor to the address that it found for the coordinator.
+from jax._src import distributed
 
 from .errors import ConfigError
 
@@ -16,6 +20,15 @@ from .errors import ConfigError
 START_TIMEOUT = 300  # until all processes are there
 HEARTBEAT_TIMEOUT = 30  # after which a silent process is lost, and the others end with an error
 SHUTDOWN_TIMEOUT = 30  # that the first to end waits for the others
+COLLECTIVE_TIMEOUT = 300  # in one collective, where all processes live but one does not come; compiling takes long
+
+# The flags of XLA that bound a collective; those of JAX 0.11 and 0.12 alike. Unset, most of them wait for ever.
+_XLA_TIMEOUTS = (
+    "xla_gpu_nccl_termination_timeout_seconds",
+    "xla_gpu_first_collective_call_terminate_timeout_seconds",
+    "xla_cpu_collective_timeout_seconds",
+    "xla_cpu_collective_call_terminate_timeout_seconds",
+)
 
 _FLAGS = "--num-hosts, --host-id and --coordinator"
 
@@ -77,8 +90,10 @@ def initialize(hosts: HostsConfig) -> None:
     """
     if not hosts.is_several:
         return
+    _set_xla_timeouts()
     # The only one that a CPU has between processes; of no concern to GPUs.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     timeouts = {
         "initialization_timeout": START_TIMEOUT,
         "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT,
@@ -103,8 +118,48 @@ def initialize(hosts: HostsConfig) -> None:
         raise ConfigError("--coordinator", hosts.coordinator, expected, str(e)) from e
 
 
+def _set_xla_timeouts() -> None:
+    """Bound collectives, but for flags that the user has set. XLA reads them when the first device is asked for."""
+    given = os.environ.get("XLA_FLAGS", "")
+    flags = [f"--{name}={COLLECTIVE_TIMEOUT}" for name in _XLA_TIMEOUTS if f"--{name}=" not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *flags]).strip()
+
+
 def _check_slurm() -> None:
     """ConfigError where SLURM runs more than one process of this step on a node: each would take all its devices."""
     tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")  # like 1(x4), or 2,1
     if {part.partition("(")[0] for part in tasks.split(",")} != {"1"}:
         raise ConfigError("SLURM_STEP_TASKS_PER_NODE", tasks, "one process a node", "srun --ntasks-per-node=1")
+
+
+def coordinator_host() -> str:
+    """The name or address at which all processes reach process 0."""
+    address = distributed.global_state.coordinator_address
+    assert address is not None, "initialize comes first"
+    return address.rpartition(":")[0].strip("[]")
+
+
+def publish(key: str, value: str) -> None:
+    """Let every process read a text under a name, once."""
+    _store().key_value_set(key, value)
+
+
+def published(key: str, timeout: float) -> str:
+    """What some process has published or will, within `timeout` seconds. ConfigError: none has."""
+    try:
+        return _store().blocking_key_value_get(key, int(timeout * 1000))
+    except RuntimeError as e:
+        raise ConfigError("hosts", None, f"{key} of host 0 within {timeout:.0f} s", str(e)) from e
+
+
+def _store() -> Any:
+    client = distributed.global_state.client
+    assert client is not None, "initialize comes first"
+    return client
+
+
+def leave(code: int) -> NoReturn:
+    """End this process where it is. At an ordinary end JAX waits for the others, who may never come."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

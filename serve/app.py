@@ -1,6 +1,7 @@
 """The routes: OpenAI's protocol, health and readiness."""
 
 import asyncio
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -191,6 +192,8 @@ def _info(service: Service) -> dict[str, object]:
             "output": stats.n_output_tokens,
         },
     }
+    if service.hosts:
+        info["hosts"] = [dataclasses.asdict(host) for host in service.hosts]
     if service.speculation is not None:
         info["speculation"] = {
             "settings": service.speculation.to_json(),

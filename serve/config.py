@@ -16,6 +16,7 @@ from kimijax.engine.config import EngineConfig
 from kimijax.errors import ConfigError
 from kimijax.layer_ids import CONVENTIONS
 from kimijax.loading import DEFAULT_CONTEXT
+from kimijax.multihost import HostsConfig, hosts_value
 from kimijax.plan import JAX_FRACTION
 
 from .speculation_flags import SpeculationFlags, flag_name
@@ -33,6 +34,13 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"found {text!r}, expected a JSON object like '{{\"thinking\": false}}'")
     return cast(dict[str, Any], value)
+
+
+def _hosts(text: str) -> int | Literal["auto"]:
+    try:
+        return hosts_value(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number or auto") from error
 
 
 def _truth(text: str) -> bool:
@@ -102,6 +110,21 @@ class ServerConfig:
             "how devices share the work: tp (heads, widths, vocabulary), ep (as tp, but experts whole), dp-attention "
             "(requests and their cache; experts whole), dcp (as tp, and the cache by position)"
         ),
+    )
+    num_hosts: int | Literal["auto"] = field(
+        default=1,
+        metadata=_flag(
+            "hosts that serve together, one process on each, or auto: as SLURM or Kubernetes say",
+            "--nnodes",
+            kind=_hosts,
+        ),
+    )
+    host_id: int | None = field(
+        default=None, metadata=_flag("which of them this is; host 0 answers requests", "--node-rank", kind=int)
+    )
+    coordinator: str | None = field(
+        default=None,
+        metadata=_flag("host:port of host 0 at which the hosts meet, a port that is free there", "--dist-init-addr"),
     )
     dtype: Dtype = field(
         default="auto",
@@ -221,7 +244,13 @@ class ServerConfig:
         for name in ("model_path", "served_model_name", "host", "speculative_draft_model_path"):
             if vars(self)[name] == "":
                 raise ConfigError(flag_name(name), "", "a non-empty text")
+        _ = self.hosts
         self.speculation()
+
+    @property
+    def hosts(self) -> HostsConfig:
+        """Which processes serve together. ConfigError: flags that are missing or do not fit."""
+        return HostsConfig(self.num_hosts, self.host_id, self.coordinator)
 
     def speculation(self) -> SpeculationFlags:
         """What the flags say of speculation, in whichever dialect. ConfigError: as `SpeculationFlags.of`."""

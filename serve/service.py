@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from kimijax.chat import ChatTemplate
 from kimijax.engine.config import EngineConfig
+from kimijax.engine.remote import Host
 from kimijax.engine.request import Request, Sampling
 from kimijax.engine.runner import EngineRunner
 from kimijax.grammar import Grammars
@@ -43,6 +44,8 @@ class Service:
     created: int = 0
     """Seconds since 1970 at which the model was loaded."""
     speculation: SpeculativeOptions | None = None
+    hosts: tuple[Host, ...] = ()
+    """Where several serve together: all of them."""
 
     @property
     def is_simulated(self) -> bool:
@@ -70,22 +73,33 @@ class ServerState:
         self.watchdog_timeout = watchdog_timeout
         self.phase = Phase.LOADING
         self.service: Service | None = None
+        self._failure: str | None = None  # of the hosts, be there a service yet or not
 
     def ready(self, service: Service) -> None:
         self.service = service
         if self.phase is Phase.LOADING:  # a signal may have come first
             self.phase = Phase.READY
 
+    def fail(self, reason: str) -> None:
+        """Another host is lost: what is under way ends with an error, nothing new is taken. From any thread."""
+        self._failure = reason
+        if self.service is not None:
+            self.service.runner.fail(reason)
+
     def serving(self) -> Service:
         """The service; ApiError 503 while there is none to take requests."""
         if self.phase is Phase.DRAINING:
             raise unavailable("the server is shutting down", {"connection": "close"})
+        if self._failure is not None:
+            raise unavailable(f"the service ends: {self._failure}", {"connection": "close"})
         if self.service is None:
             raise unavailable("the model is loading; GET /ready answers 200 when it has", {"retry-after": "5"})
         return self.service
 
     def fault(self) -> str | None:
         """Why the engine makes no progress, None if it does or has nothing to do."""
+        if self._failure is not None:
+            return self._failure
         if self.service is None:
             return None
         runner = self.service.runner

@@ -5,6 +5,7 @@ import logging
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from kimijax.doctor import short_doctor, text_of_target
 from kimijax.draft_loading import DraftFiles, check_options, declare_stand_in, read_draft, resolve_options
 from kimijax.drafter import Drafter
 from kimijax.engine.config import EngineConfig
+from kimijax.engine.remote import Leader
 from kimijax.engine.runner import EngineRunner
 from kimijax.errors import CheckpointError, ConfigError, RequestError, TemplateError, TokenizerError
 from kimijax.generate import LLM
@@ -27,6 +29,7 @@ from kimijax.loader import Placement, load_tokenizer, model_directory, place
 from kimijax.names import parameters
 from kimijax.serving_plan import plan_memory
 from kimijax.speculative_options import SpeculativeOptions
+from kimijax.teacher_forced import Text
 from kimijax.tokenizer import Tokenizer
 from kimijax.wiring import WiringError
 
@@ -38,6 +41,7 @@ log = logging.getLogger(__name__)
 
 # What a user can cause and a line of text can explain.
 USER_ERRORS = (ConfigError, CheckpointError, TokenizerError, TemplateError)
+MakeText = Callable[[LLM], Text]
 DTYPES = {"auto": None, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
 _BACKLOG = 2048
 
@@ -152,6 +156,8 @@ def check_files(config: ServerConfig) -> Resolved:
     """
     if config.tp > (n := len(jax.devices())):
         raise ConfigError("--tp", config.tp, f"at most {n}, the number of devices")
+    if jax.process_count() > 1 and config.tp != n:
+        raise ConfigError("--tp", config.tp, f"{n}, the devices of all {jax.process_count()} hosts")
     found = resolve(config, place(DTYPES[config.dtype], config.tp, config.preset))
     if found.tokenizer is None:
         raise TokenizerError(
@@ -211,13 +217,13 @@ def use_compilation_cache(config: ServerConfig) -> Path | None:
     return folder
 
 
-def load_service(config: ServerConfig, found: Resolved) -> tuple[Service, LLM]:
-    """Load the weights, compile, audit the draft, and start the engine's thread.
+def load_llm(config: ServerConfig, found: Resolved) -> LLM:
+    """Load the weights; the same on every host.
 
     Raises:
-      WiringError: a draft that target and drafter do not reproduce, or that runs otherwise than it was trained.
+      WiringError: a draft that target and drafter do not reproduce.
     """
-    llm = kimijax.load(
+    return kimijax.load(
         config.model_path,
         draft=None if found.draft is None else found.draft.directory,
         speculation=found.speculation,
@@ -229,12 +235,29 @@ def load_service(config: ServerConfig, found: Resolved) -> tuple[Service, LLM]:
         latent_norm_eps=config.latent_norm_eps,
         progress=True,
     )
+
+
+def load_service(
+    config: ServerConfig, found: Resolved, leader: Leader | None = None, text: MakeText = text_of_target
+) -> tuple[Service, LLM]:
+    """Load the weights, compile, audit the draft, and start the engine's thread.
+
+    Args:
+      config, found: what to serve.
+      leader: of the other hosts, which load the same meanwhile.
+      text: of the target, to audit a draft by.
+    Raises:
+      WiringError: a draft that target and drafter do not reproduce, or that runs otherwise than it was trained.
+    """
+    llm = load_llm(config, found)
+    if leader is not None:
+        llm.engine.lead(leader)
     if llm.tokenizer is None:
         raise TokenizerError(f"{config.model_path}: the tokenizer files vanished while the server started")
     started = time.monotonic()
     llm.engine.warm_up(log.info)
     log.info("warm-up took %.1f s", time.monotonic() - started)
-    audit_draft(llm, found.placement)
+    audit_draft(llm, found.placement, text)
     service = Service(
         name=config.served_model_name or llm.name,
         engine=llm.engine,
@@ -245,6 +268,7 @@ def load_service(config: ServerConfig, found: Resolved) -> tuple[Service, LLM]:
         chat_kwargs=config.default_chat_template_kwargs,
         created=int(time.time()),
         speculation=found.speculation,
+        hosts=() if leader is None else leader.hosts,
     )
     _ = service.grammars  # made now, not for the first request that asks for one
     # All that is loaded stays: the collector need not walk through it, tens of milliseconds in the middle of a step.
@@ -253,7 +277,7 @@ def load_service(config: ServerConfig, found: Resolved) -> tuple[Service, LLM]:
     return service, llm
 
 
-def audit_draft(llm: LLM, placement: Placement) -> None:
+def audit_draft(llm: LLM, placement: Placement, make_text: MakeText = text_of_target) -> None:
     """Runs a draft that has no probe in the few ways that are mixed up most, on text that the target writes.
 
     Raises:
@@ -266,7 +290,7 @@ def audit_draft(llm: LLM, placement: Placement) -> None:
         log.warning("draft %s has no probe, and is not checked: acceptance is simulated", draft.name)
         return
     try:
-        text = text_of_target(llm)
+        text = make_text(llm)
     except ConfigError as error:
         log.warning("draft %s has no probe, and the target writes too little to check it: %s", draft.name, error)
         return

@@ -81,7 +81,7 @@ def save_documents(folder: Path, train: packing.Documents, heldout: packing.Docu
     (folder / "report.json").write_text("{}")  # finished
 
 
-def make_run(out: Path, target: Path, **tables: dict[str, Any]) -> draft_recipe.DraftRecipe:
+def make_run(out: Path, target: Path, /, **tables: dict[str, Any]) -> draft_recipe.DraftRecipe:
     """A run with documents in `corpus`, and its recipe: features in float32, 20 tokens a forward pass."""
     save_documents(out / "corpus", make_documents(), make_documents((4, 7), seed=1))
     recipe = draft_recipe.load_draft_recipe("nano")

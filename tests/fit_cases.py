@@ -63,7 +63,7 @@ def recipe(
     r = draft_recipe
     return r.DraftRecipe(
         name="micro",
-        target=r.TargetTable(model, "float32", 1, (0, 1, 2), 32),
+        target=r.TargetTable(model, "float32", 1, "tp", (0, 1, 2), 32),
         corpus=r.CorpusTable(("nano",), 0, 0, 1, "auto", False),
         generate=r.GenerateTable(False, 0, 0.0, 1.0, 0, 8, 1),
         features=r.FeaturesTable(source, dtype, 64, 1),  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.sharding import Mesh
@@ -15,11 +14,10 @@ from kimijax.engine.engine import Engine
 from kimijax.engine.request import Sampling
 from kimijax.errors import ConfigError
 from kimijax.model import Target
-from kimijax.names import parameters
-from kimijax.sharding import PRESETS, Preset, make_mesh, named_sharding
+from kimijax.sharding import Preset, make_mesh, named_sharding
 from kimijax.speculative_options import SpeculativeOptions
 
-from .engine_cases import TINY, OneSize, quickly_compiled, serve_all, step_often, tiny
+from .engine_cases import TINY, quickly_compiled, serve_all, step_often, tiny
 from .tiny_speculation import PROMPTS, VOCAB, tiny_drafter, tiny_target
 
 N = 4  # devices

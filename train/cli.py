@@ -2,12 +2,16 @@
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+
 from kimijax.errors import CheckpointError, ConfigError, RequestError, TemplateError, TokenizerError
 from kimijax.layer_ids import CONVENTIONS
+from kimijax.multihost import HostsConfig, hosts_value, initialize
 
 from . import draft_stages, stages
 from .config import load_recipe
@@ -43,9 +47,19 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--online", action="store_true", help="no files of features: the same as features.source = online"
             )
+            _add_hosts(command)
     about = "read the hidden states that another trainer stored"
     _add_import(commands.add_parser(IMPORT, help=about, description=about))
     return top
+
+
+def _add_hosts(command: argparse.ArgumentParser) -> None:
+    stages_ = ", ".join(name for name, stage in draft_stages.STAGES.items() if stage.on_hosts)
+    command.add_argument(
+        "--num-hosts", type=hosts_value, default=1, help=f"processes that work together, or auto; only for {stages_}"
+    )
+    command.add_argument("--host-id", type=int, help="which of them this is, from 0")
+    command.add_argument("--coordinator", metavar="HOST:PORT", help="where host 0 is reached, a port that is free there")
 
 
 def _add_import(command: argparse.ArgumentParser) -> None:
@@ -74,7 +88,16 @@ def _overrides(given: Sequence[str], *, online: bool) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a stage. Returns the exit status: 0 done or stopped in order, 2 refused, 1 failed, 130 stopped at once."""
-    args = parser().parse_args(arguments)
+    code = _run(parser().parse_args(arguments))
+    if code and jax.distributed.is_initialized():
+        # The usual end of a process waits for the others, who may be waiting for this one.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _run(args: argparse.Namespace) -> int:
     # Orbax reports every file it writes, and warns of opening a folder only to read it.
     logging.getLogger("absl").setLevel(logging.ERROR)
     try:
@@ -96,12 +119,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stage(recipe, args.out or RUNS / recipe.name, command_line(), install=args.install)
         else:
             recipe = load_draft_recipe(args.recipe, _overrides(args.set, online=args.online))
+            hosts = HostsConfig(args.num_hosts, args.host_id, args.coordinator)
+            draft_stages.check_hosts(args.stage, hosts)
+            initialize(hosts)
             draft_stages.run(args.stage, recipe, args.out or RUNS / recipe.name, command_line(), install=args.install)
     except (ConfigError, CheckpointError, TokenizerError, TemplateError, RequestError) as e:
         print(f"kimijax.train: {e}", file=sys.stderr)
         return 2
     except (FloatingPointError, OSError) as e:
         print(f"kimijax.train: {e}", file=sys.stderr)
+        return 1
+    except jax.errors.JaxRuntimeError as e:
+        lost = "; another process may be lost: see what it said" if jax.distributed.is_initialized() else ""
+        print(f"kimijax.train: {e}{lost}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("kimijax.train: stopped; the last checkpoint is kept", file=sys.stderr)

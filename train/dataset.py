@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
 import grain
-import jax
 import numpy as np
 
 from kimijax.errors import ConfigError
@@ -192,11 +191,6 @@ class Rows:
         taps = {tap: shaped(x) for tap, x in taps.items()}
         last = None if last is None else shaped(last)
         return RowBatch(shaped(ids), shaped(mask), shaped(segments), shaped(positions), taps, last)
-
-
-def process_share() -> tuple[int, int]:
-    """Index and count of the processes that train together."""
-    return jax.process_index(), jax.process_count()
 
 
 def read_ahead(rows: Rows) -> grain.DatasetIterator[RowBatch[np.ndarray]]:

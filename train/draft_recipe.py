@@ -12,6 +12,7 @@ from typing import Any, Literal
 from kimijax.config import TargetConfig
 from kimijax.draft_config import DraftConfig, LlamaAttentionConfig, mla_attention
 from kimijax.errors import ConfigError
+from kimijax.sharding import Preset
 from kimijax.wiring import Wiring
 
 from .recipe_reader import find_recipe, read_table, read_tables
@@ -26,6 +27,7 @@ class TargetTable:
     model: str  # a checkpoint's folder, or nano
     dtype: Literal["float32", "bfloat16"]
     devices: int  # 1, or all of the mesh; the weights are split over them
+    preset: Preset  # how: see kimijax.sharding
     taps: tuple[int, ...]  # which residual streams feed the drafter; none: 2, n//2, n-3
     max_tokens: int  # the longest document, prompt and answer; longer ones are cut
 

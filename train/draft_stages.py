@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kimijax.errors import ConfigError
+from kimijax.multihost import HostsConfig
 
 from . import corpus, evaluate, export, features, fit, generate, vocab
 from .draft_recipe import DraftRecipe
 from .draft_target import DraftTarget
 from .feature_import import ImportOptions, import_features
 from .feature_manifest import MANIFEST, ORIGIN, Manifest
+from .hosts import check_alike, is_first
 from .run_record import RunRecord
 from .stage_inputs import check_made_with
 from .stopping import StopRequest
@@ -27,11 +29,13 @@ type Stop = Callable[[], bool]  # asked now and then; after a yes the stage save
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: what it does, and why a recipe may have no use for it (empty: it has)."""
+    """One stage: what it does (false: it was stopped), why a recipe may have no use for it (empty: it has), and
+    whether several processes can work on it together."""
 
     run: Callable[[DraftRecipe, Path, Stop], object]
     help: str
     unused: Callable[[DraftRecipe, Path], str] = lambda recipe, out: ""
+    on_hosts: bool = False
 
 
 def _imported(recipe: DraftRecipe, out: Path) -> str:
@@ -54,13 +58,20 @@ def _no_files(recipe: DraftRecipe, out: Path) -> str:
 STAGES: dict[str, Stage] = {
     "corpus": Stage(lambda r, out, _: corpus.build(r, out), "conversations to tokens and loss masks", _imported),
     "generate": Stage(generate.generate, "answer every prompt again with the target", _no_answers),
-    "features": Stage(features.extract, "store the target's hidden states", _no_files),
+    "features": Stage(features.extract, "store the target's hidden states", _no_files, on_hosts=True),
     "vocab": Stage(lambda r, out, _: vocab.build_vocab(r, out), "choose the draft vocabulary"),
-    "fit": Stage(fit.fit, "train the drafter"),
+    "fit": Stage(fit.fit, "train the drafter", on_hosts=True),
     "evaluate": Stage(lambda r, out, _: evaluate.run(r, out), "measure acceptance with the served program"),
     "export": Stage(lambda r, out, _: export.run(r, out), "write the draft in the formats of servers"),
 }
 ALL = "all"
+
+
+def check_hosts(name: str, hosts: HostsConfig) -> None:
+    """Refuse several processes for what one does alone. ConfigError."""
+    if hosts.is_several and (name == ALL or not STAGES[name].on_hosts):
+        shared = " and ".join(other for other, stage in STAGES.items() if stage.on_hosts)
+        raise ConfigError("--num-hosts", hosts.num_hosts, f"1 for {name}", f"only {shared} run on several hosts")
 
 
 def run(name: str, recipe: DraftRecipe, out: Path, command: Sequence[str], *, install: bool = False) -> None:
@@ -87,7 +98,14 @@ def run(name: str, recipe: DraftRecipe, out: Path, command: Sequence[str], *, in
         check_made_with(out, name, recipe)
     if name in (ALL, "fit"):
         export.check_recipe(recipe, target)
-    record = RunRecord(out, recipe, command, {"contract": target.contract.digest}, stage=name)
+    # Of processes that work together, one keeps the record.
+    record = RunRecord(out, recipe, command, {"contract": target.contract.digest}, stage=name) if is_first() else None
+    check_alike(recipe, out)
+
+    def note(**facts: object) -> None:
+        if record is not None:
+            record.note(**facts)
+
     with StopRequest() as stop:
         for stage_name in STAGES if name == ALL else (name,):
             stage = STAGES[stage_name]
@@ -97,15 +115,15 @@ def run(name: str, recipe: DraftRecipe, out: Path, command: Sequence[str], *, in
             _say(f"{stage_name}: {stage.help}")
             start = time.monotonic()
             try:
-                stage.run(recipe, out, stop)
+                finished = stage.run(recipe, out, stop)
             except Exception as e:
-                record.note(outcome=f"{stage_name} failed: {e}")
+                note(outcome=f"{stage_name} failed: {e}")
                 raise
-            if stop():
-                record.note(outcome=f"interrupted in {stage_name}")
+            if stop() or finished is False:
+                note(outcome=f"interrupted in {stage_name}")
                 _say("stopped; run the same command again to resume")
                 return
-            record.note(outcome=f"{stage_name} done", **{f"{stage_name}_seconds": round(time.monotonic() - start, 1)})
+            note(outcome=f"{stage_name} done", **{f"{stage_name}_seconds": round(time.monotonic() - start, 1)})
     if install:
         export.install(recipe, out)
 

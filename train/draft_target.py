@@ -13,7 +13,7 @@ from kimijax.chat import ChatTemplate
 from kimijax.config import TargetConfig, load_config
 from kimijax.errors import ConfigError, TokenizerError
 from kimijax.fingerprint import Contract, fingerprint_target
-from kimijax.loader import load_tokenizer, model_directory, place
+from kimijax.loader import Placement, load_tokenizer, model_directory, place
 from kimijax.model import Tables, Target
 from kimijax.tokenizer import Tokenizer
 from kimijax.wiring import Wiring
@@ -61,9 +61,30 @@ class DraftTarget:
         """Tokens that end an answer."""
         return sorted(self.tokenizer.stop_ids)
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether each of several processes has a copy of the whole target, on its own devices; else it lies on the
+        devices of all."""
+        return jax.process_count() > 1 and self.recipe.target.devices <= jax.local_device_count()
+
+    def placement(self) -> Placement:
+        """Where the whole target goes.
+
+        Raises:
+          ConfigError: more devices than there are, or neither within a process nor all of several.
+        """
+        t = self.recipe.target
+        n, local = jax.device_count(), jax.local_device_count()
+        if not 1 <= t.devices <= n:
+            raise ConfigError("target.devices", t.devices, f"1 to {n}, the devices there are")
+        if jax.process_count() > 1 and local < t.devices < n:
+            expected = f"at most {local}, for a copy of the target in each process, or all {n} for one over all"
+            raise ConfigError("target.devices", t.devices, expected)
+        return place(t.dtype, t.devices, t.preset, local=self.is_copied)
+
     def load(self, *, progress: bool = True) -> tuple[Target, Mesh | None]:
-        """The whole model on `target.devices` devices, and their mesh; None: one device."""
-        p = place(self.recipe.target.dtype, self.recipe.target.devices)
+        """The whole model where `placement` says, and its mesh; None: one device."""
+        p = self.placement()
         target = checkpoint.load(
             self.directory, self.config, mesh=p.mesh, dtype=p.dtype, unpack_int4=p.unpack_int4, progress=progress
         )

@@ -65,11 +65,12 @@ class FeatureSet:
         record = manifest.splits[split]
         self._shards = record.shards
         ends = [0, *(shard.stop for shard in self._shards)]
-        if any(s.first != e or s.stop <= s.first for s, e in zip(self._shards, ends[:-1], strict=True)):
+        found = sum(s.stop - s.first for s in self._shards)
+        if any(s.first < e or s.stop <= s.first for s, e in zip(self._shards, ends[:-1], strict=True)):
             raise FeatureError(f"{folder / MANIFEST}: {split}: the files do not follow each other; make them again")
-        if ends[-1] != record.n_documents or not self._shards:
+        if (found, ends[-1]) != (record.n_documents, record.n_documents) or not self._shards:
             raise FeatureError(
-                f"{folder}: {split}: found {ends[-1]} of {record.n_documents} documents, expected all; "
+                f"{folder}: {split}: found {found} of {record.n_documents} documents, expected all; "
                 "run the stage features again: it goes on where it stopped"
             )
         self._infos: list[dict[str, TensorInfo]] = []

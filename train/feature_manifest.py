@@ -157,18 +157,23 @@ def _read_splits(r: Reader) -> dict[Split, SplitRecord]:
         s = Reader(r.get(name, dict), f"{r.where}.{name}")
         shards: list[Shard] = []
         for i, data in enumerate(s.get("shards", list)):
-            e = Reader(data, f"{s.where}.shards[{i}]")
-            first, stop, tokens, size = (e.get(key, int) for key in ("first", "stop", "tokens", "bytes"))
-            shards.append(Shard(e.get("file", str), first, stop, tokens, size, e.get("sha256", str)))
-            e.finish()
-            if Path(shards[-1].file).name != shards[-1].file:
-                raise ConfigError(f"{e.where}.file", shards[-1].file, "the name of a file in this folder")
+            shards.append(read_shard(Reader(data, f"{s.where}.shards[{i}]")))
         splits[name] = SplitRecord(
             s.get("documents", str), s.get("n_documents", int), s.get("n_tokens", int), tuple(shards)
         )
         s.finish()
     r.finish()
     return splits
+
+
+def read_shard(r: Reader) -> Shard:
+    """The entry of a file. ConfigError: a field that is missing, unknown or mistyped."""
+    first, stop, tokens, size = (r.get(key, int) for key in ("first", "stop", "tokens", "bytes"))
+    shard = Shard(r.get("file", str), first, stop, tokens, size, r.get("sha256", str))
+    r.finish()
+    if Path(shard.file).name != shard.file:
+        raise ConfigError(f"{r.where}.file", shard.file, "the name of a file in this folder")
+    return shard
 
 
 def documents_hash(documents: Documents) -> str:

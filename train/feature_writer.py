@@ -3,10 +3,17 @@
 A file is written under another name, synced, hashed and renamed; then the manifest that lists it replaces the old one.
 So a run that is killed at any moment, or that finds the disk full, leaves complete files and goes on with the next one.
 The plan of the files is a function of the documents and of `shard_mb`: an interrupted run and a clean one write the
-same.
+same, and so do several processes.
+
+Of several processes each writes every n-th file of the plan, and the first one the manifest. The others leave a record
+of each complete file beside it, which the first one takes into the manifest, then or in a later run of any number of
+processes.
 """
 
 import dataclasses
+import functools
+import json
+import os
 import shutil
 import sys
 from collections.abc import Mapping
@@ -15,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kimijax.config_reader import Reader, read_json
 from kimijax.errors import ConfigError
 from kimijax.fingerprint import check_contract
 from kimijax.safetensors_io import DTYPES, sync_directory, write_file
@@ -33,11 +41,13 @@ from .feature_manifest import (
     first_not_finite,
     last_name,
     plan_shards,
+    read_shard,
     tap_name,
 )
 from .packing import Documents
 from .run_record import file_hash
 
+_RECORD = ".shard.json"  # a complete file's record is called `.FILE.shard.json`
 _KEPT_FREE = 64 * 10**6  # bytes that stay free: manifests, logs, the file system's own
 
 
@@ -76,59 +86,111 @@ class ShardArrays:
 
 
 class FeatureWriter:
-    """The files of a feature set that are still to be written."""
+    """The files of a feature set that are still to be written.
 
-    def __init__(self, folder: Path, manifest: Manifest, documents: Mapping[Split, Documents]) -> None:
+    Attributes:
+      planned: all files.
+      mine: those that this process writes.
+      manifest: with the files that are complete.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        documents: Mapping[Split, Documents],
+        process: tuple[int, int] = (0, 1),
+    ) -> None:
         """Begins a folder, or goes on with one.
 
         Args:
           folder: made if need be.
           manifest: what the set is to be, without shards.
           documents: of each split.
+          process: index and count; the others' writers are made after the first one's, which tidies up.
         Raises:
           ConfigError, WiringError: the folder holds a set that is to be something else.
         """
-        self.folder, self._documents = folder, documents
+        self.folder, self.manifest, self._documents = folder, manifest, documents
+        index, n_processes = process
+        self._is_first = index == 0
         self.planned = [
             Planned(split, i, first, stop, int(d.offsets[stop] - d.offsets[first]))
             for split, d in documents.items()
             for i, (first, stop) in enumerate(plan_shards(d.offsets, manifest.token_bytes, manifest.shard_mb))
         ]
+        self.mine = self.planned[index::n_processes]
         folder.mkdir(parents=True, exist_ok=True)
-        for part in folder.glob(".*.part"):  # of a session that was killed
-            part.unlink()
-        if (folder / MANIFEST).is_file():
+        is_begun = (folder / MANIFEST).is_file()
+        if self._is_first:
+            self._tidy(is_begun)
+        if is_begun:
             old = Manifest.read(folder)
             _check_same(old, manifest, documents, folder)
-            manifest = old
-        self.manifest = manifest
-        self.missing = [p for p in self.planned if not self._is_complete(p)]
+            self.manifest = old
+        elif n_processes > 1:  # which says what the others' records are of
+            manifest.write(folder)
+        if self._is_first:
+            self.collect()
+
+    def _tidy(self, is_begun: bool) -> None:
+        """Removes what a session that was killed left half-written, and records of a set whose manifest is gone."""
+        for pattern in (".*.part", *([] if is_begun else [f".*{_RECORD}"])):
+            for path in self.folder.glob(pattern):
+                path.unlink()
+
+    @functools.cached_property
+    def missing(self) -> list[Planned]:
+        """Of `mine`, the files that are not complete; those that are listed are read in full to see it."""
+        listed = self._listed()
+        return [p for p in self.mine if not self._is_complete(p, listed.get((p.split, p.first)))]
 
     @property
-    def missing_bytes(self) -> int:
-        """What the missing files will take."""
-        m = self.manifest
-        return sum(sum(t.nbytes for t in m.layout(p.stop - p.first, p.tokens)) + 4096 for p in self.missing)
+    def is_complete(self) -> bool:
+        """Whether all files are listed."""
+        return self._listed().keys() >= {(p.split, p.first) for p in self.planned}
+
+    def collect(self) -> None:
+        """Takes the records of the other processes' files into the manifest. FeatureError: one that is not planned."""
+        records = list(self.folder.glob(f".*{_RECORD}"))
+        planned = {(p.file, p.first, p.stop, p.tokens): p.split for p in self.planned}
+        found: dict[Split, list[Shard]] = {split: [] for split in self.manifest.splits}
+        for path in records:
+            shard = read_shard(Reader(read_json(path), str(path)))
+            split = planned.get((shard.file, shard.first, shard.stop, shard.tokens))
+            if split is None:
+                raise FeatureError(f"{path}: {shard.file} is not planned so; make the features again")
+            found[split].append(shard)
+        if records:
+            for split, shards in found.items():
+                self.manifest = self._with(split, *shards)
+            self.manifest.write(self.folder)
+        for path in records:
+            path.unlink()
 
     def check_disk(self) -> None:
-        """Prints what is needed and what is free. ConfigError: it does not fit."""
-        tokens = sum(p.tokens for p in self.missing)
+        """Prints what is needed, by all processes, and what is free. ConfigError: it does not fit."""
+        listed, missing = self._listed(), {p.file for p in self.missing}
+        left = [p for p in self.planned if p.file in missing or (p.split, p.first) not in listed]
+        tokens, m = sum(p.tokens for p in left), self.manifest
+        needed = sum(sum(t.nbytes for t in m.layout(p.stop - p.first, p.tokens)) + 4096 for p in left)
         free = shutil.disk_usage(self.folder).free
-        done = len(self.planned) - len(self.missing)
-        _say(
-            f"features: {len(self.missing)} of {len(self.planned)} files to write ({done} complete), {tokens:,} tokens "
-            f"of {self.manifest.token_bytes:,} bytes: {_gb(self.missing_bytes)}; free in {self.folder}: {_gb(free)}"
-        )
-        if self.missing_bytes > max(0, free - _KEPT_FREE):
+        done = len(self.planned) - len(left)
+        if self._is_first:
+            _say(
+                f"features: {len(left)} of {len(self.planned)} files to write ({done} complete), {tokens:,} tokens "
+                f"of {m.token_bytes:,} bytes: {_gb(needed)}; free in {self.folder}: {_gb(free)}"
+            )
+        if needed > max(0, free - _KEPT_FREE):
             raise ConfigError(
                 "features: free disk space",
                 _gb(free),
-                f"at least {_gb(self.missing_bytes + _KEPT_FREE)} in {self.folder}",
+                f"at least {_gb(needed + _KEPT_FREE)} in {self.folder}",
                 'free some, use another --out, lower corpus.limit, or set features.source = "online": it stores none',
             )
 
     def write(self, planned: Planned, arrays: ShardArrays) -> None:
-        """Writes a file and lists it in the manifest.
+        """Writes a file, and lists it in the manifest or leaves its record.
 
         Raises:
           FeatureError: a number that is not finite, or a disk that is full.
@@ -155,8 +217,11 @@ class FeatureWriter:
             part.replace(path)
             sync_directory(self.folder)
             shard = Shard(planned.file, planned.first, planned.stop, planned.tokens, size, digest)
-            self.manifest = self._with(planned.split, shard)
-            self.manifest.write(self.folder)
+            if self._is_first:
+                self.manifest = self._with(planned.split, shard)
+                self.manifest.write(self.folder)
+            else:
+                self._record(shard)
         except OSError as e:
             part.unlink(missing_ok=True)
             free = _gb(shutil.disk_usage(self.folder).free)
@@ -165,17 +230,31 @@ class FeatureWriter:
                 "the same command again"
             ) from e
 
-    def _with(self, split: Split, shard: Shard) -> Manifest:
-        """The manifest with a file added, or put in the place of one that was damaged."""
+    def _record(self, shard: Shard) -> None:
+        """Leaves the record of a complete file, durably."""
+        path = self.folder / f".{shard.file}{_RECORD}"
+        part = path.with_name(f"{path.name}.part")
+        with part.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(vars(shard)))
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+        sync_directory(self.folder)
+
+    def _with(self, split: Split, *added: Shard) -> Manifest:
+        """The manifest with files added, or put in the place of some that were damaged."""
         record = self.manifest.splits[split]
-        shards = {s.first: s for s in record.shards} | {shard.first: shard}
+        shards = {s.first: s for s in (*record.shards, *added)}
         record = dataclasses.replace(record, shards=tuple(shards[first] for first in sorted(shards)))
         return dataclasses.replace(self.manifest, splits={**self.manifest.splits, split: record})
 
-    def _is_complete(self, planned: Planned) -> bool:
+    def _listed(self) -> dict[tuple[Split, int], Shard]:
+        """The manifest's entries by split and first document."""
+        return {(split, s.first): s for split, record in self.manifest.splits.items() for s in record.shards}
+
+    def _is_complete(self, planned: Planned, shard: Shard | None) -> bool:
         """Whether the file is listed, and is what is listed."""
-        listed = {s.first: s for s in self.manifest.splits[planned.split].shards}
-        shard, path = listed.get(planned.first), self.folder / planned.file
+        path = self.folder / planned.file
         if shard is None:
             return False
         if (shard.file, shard.stop) != (planned.file, planned.stop):

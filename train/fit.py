@@ -12,12 +12,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kimijax import checkpoint
-from kimijax.drafter import Drafter
+from kimijax.drafter import Drafter, declare_drafter
 from kimijax.errors import ConfigError
 from kimijax.loader import place
 from kimijax.model import Tables, Target
 
-from .dataset import DocumentSource, Rows, TokenDocuments, process_share, read_ahead
+from .dataset import DocumentSource, Rows, TokenDocuments, read_ahead
 from .draft_recipe import DraftRecipe
 from .draft_target import DraftTarget
 from .feature_files import FeatureSet
@@ -29,8 +29,9 @@ from .fit_progress import Progress, summary
 from .fit_report import write_report
 from .fitter import Fitter as Fitter
 from .host_memory import keep_freed_memory
+from .hosts import StopTogether, is_first
 from .metrics import MetricsLog
-from .placement import fit_mesh
+from .placement import check_mesh, fit_mesh, row_share
 from .ttt import StepSums
 from .vocab import load_vocab
 
@@ -59,12 +60,13 @@ def run(
       heldout: what is evaluated on.
       identity: of the run.
       folder: `fit/` of the run's folder.
-      stop: asked after every update; once it says yes the state is saved and the run returns.
+      stop: asked after every update; once it says yes, to one of several processes, the state is saved and the run
+        returns.
     Raises:
       WiringError, ConfigError: the newest checkpoint is of another run, or has more updates than are asked for.
       FloatingPointError: loss or gradient is not finite; nothing of that update is saved.
     """
-    fit, updates = fitter.fit, len(train)
+    fit, updates, stop = fitter.fit, len(train), StopTogether(stop, fitter.mesh)
     batches = read_ahead(train)
     with Checkpoints(folder) as checkpoints, contextlib.closing(batches):
         state, progress = _begin(fitter, checkpoints, identity, updates, batches)
@@ -113,28 +115,31 @@ def _begin(
         raise ConfigError("fit.epochs", fitter.fit.epochs, expected, "or use another --out")
     saved = checkpoints.restore(fitter.abstract())
     batches.set_state(saved.data)
-    print(f"resumed at step {done} of {updates}", file=sys.stderr, flush=True)
+    _say(f"resumed at step {done} of {updates}")
     return saved.state, Progress.from_json(saved.progress, n_steps)
 
 
-def fit(recipe: DraftRecipe, out: Path, stop: Callable[[], bool]) -> None:
+def fit(recipe: DraftRecipe, out: Path, stop: Callable[[], bool]) -> bool:
     """Train the recipe's drafter on what the earlier stages left in `out`, then write `fit/report.md`.
 
     Args:
       recipe: all of it.
       out: the run's folder.
       stop: asked after every update.
+    Returns:
+      Whether the last update is done.
     Raises:
       ConfigError, CheckpointError, FloatingPointError: see `run`; or files of earlier stages are missing or do not fit.
     """
     keep_freed_memory()
     of = DraftTarget.of(recipe)
-    mesh = fit_mesh(recipe.fit, recipe.target.devices)
+    mesh = fit_mesh(recipe.fit, recipe.target.devices, recipe.target.preset)
     target_ids = load_vocab(out, recipe.vocab.size or of.config.vocab_size)
     sources = _sources(recipe, of, out)
-    rows = _rows(recipe, sources["train"][0], train=True)
-    heldout = _rows(recipe, sources["heldout"][0], train=False)
+    rows = _rows(recipe, sources["train"][0], mesh, train=True)
+    heldout = _rows(recipe, sources["heldout"][0], mesh, train=False)
     config = recipe.draft.config(of.config, of.wiring, len(target_ids))
+    check_mesh(declare_drafter(config, of.wiring, dtype=jnp.dtype(jnp.float32)), mesh, recipe.fit)
     identity = Identity(of.contract, config, vocabulary_hash(target_ids), sources["train"][1], recipe.fit)
     folder = out / FOLDER
     if last_step(folder) is not None:
@@ -153,18 +158,17 @@ def fit(recipe: DraftRecipe, out: Path, stop: Callable[[], bool]) -> None:
         online=online,
         last_is_normed=normed,
     )
-    print(
+    _say(
         f"fit: {len(rows.plan)} rows of {recipe.fit.row_tokens} tokens, {rows.per_epoch} updates an epoch, "
-        f"{len(rows)} in all",
-        file=sys.stderr,
-        flush=True,
+        f"{len(rows)} in all"
     )
     state = run(fitter, rows, heldout, identity, folder, stop)
     if int(state.step) < len(rows):
-        print(f"saved at step {int(state.step)} of {len(rows)}; the same command goes on", file=sys.stderr, flush=True)
-        return
-    if jax.process_index() == 0:
+        _say(f"saved at step {int(state.step)} of {len(rows)}; the same command goes on")
+        return False
+    if is_first():
         write_report(recipe, folder, _facts(fitter, rows, heldout, state))
+    return True
 
 
 def load_fitted(
@@ -222,9 +226,9 @@ def _sources(recipe: DraftRecipe, of: DraftTarget, out: Path) -> Mapping[str, tu
     return found
 
 
-def _rows(recipe: DraftRecipe, source: DocumentSource, *, train: bool) -> Rows:
+def _rows(recipe: DraftRecipe, source: DocumentSource, mesh: Mesh | None, *, train: bool) -> Rows:
     f = recipe.fit
-    sizes = {"rows": f.rows, "row_tokens": f.row_tokens, "seed": f.seed, "process": process_share()}
+    sizes = {"rows": f.rows, "row_tokens": f.row_tokens, "seed": f.seed, "process": row_share(mesh)}
     if not train:
         return Rows(source, **sizes, shuffle=False)
     return Rows(source, **sizes, accumulate=f.accumulate, epochs=f.epochs)
@@ -234,8 +238,14 @@ def _target(recipe: DraftRecipe, of: DraftTarget, mesh: Mesh | None) -> tuple[Ta
     """The target, online, and its tables."""
     if recipe.features.source == "files":
         return None, of.load_tables(mesh)
-    p = place(recipe.target.dtype)
+    p = place(recipe.target.dtype, local=True)  # the form of the weights: where they go, the mesh says
     target = checkpoint.load(
         of.directory, of.config, mesh=mesh, dtype=p.dtype, unpack_int4=p.unpack_int4, progress=True
     )
     return target, target
+
+
+def _say(text: str) -> None:
+    """To stderr, by one of several processes."""
+    if is_first():
+        print(text, file=sys.stderr, flush=True)

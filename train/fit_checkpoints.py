@@ -117,7 +117,7 @@ class Checkpoints:
             options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, cleanup_tmp_directories=True)
         self._manager = ocp.CheckpointManager(self._path, options=options, item_names=("state", "record"))
         self.latest: int | None = self._manager.latest_step()
-        if torn:
+        if torn and jax.process_index() == 0:
             goes_on = f"step {self.latest} is the newest complete one" if self.latest else "no other is complete"
             print(f"{self._path}: not completely written, ignored: {', '.join(torn)}; {goes_on}", file=sys.stderr)
 

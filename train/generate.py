@@ -343,6 +343,7 @@ def load_engine(target: DraftTarget) -> LLM:
         engine=engine_config(recipe, target.config.max_positions),
         dtype=recipe.target.dtype,
         devices=recipe.target.devices,
+        preset=recipe.target.preset,
         progress=True,
     )
 

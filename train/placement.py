@@ -1,11 +1,11 @@
-"""Where a training run's arrays lie: rows over `data`, the drafter over `tensor` by the one table, or over both (fsdp).
+"""Where a training run's arrays lie: rows and the drafter by the one table, the drafter over `data` too with fsdp.
 
 With `fsdp` a parameter and its optimiser state are also split over `data`, along the largest dimension that is whole so
 far and that the number of groups divides (the first of several); a parameter without one is repeated. The compiler
 gathers a parameter where it is used and adds gradients up where they are kept (ZeRO-3, arXiv:1910.02054).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,32 +14,103 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from kimijax.drafter import Drafter
 from kimijax.errors import ConfigError
-from kimijax.sharding import make_mesh, parameter_sharding
+from kimijax.sharding import (
+    AnyMesh,
+    Preset,
+    abstract_mesh,
+    is_even,
+    make_mesh,
+    n_parts,
+    parameter_sharding,
+    partition,
+    preset_on,
+    split_axes,
+)
 
 from .draft_recipe import FitTable
 
 
-def fit_mesh(fit: FitTable, n_devices: int, devices: Sequence[Any] | None = None) -> Mesh | None:
+def fit_mesh(fit: FitTable, n_devices: int, preset: Preset = "tp") -> Mesh | None:
     """The mesh of a run: `data_parallel` groups of devices, each of which holds the whole drafter; None: one device.
 
     Args:
       fit: how many groups.
-      n_devices: of the run.
-      devices: to choose from; default all.
+      n_devices: of the run; those of all processes where there are several.
+      preset: how a group's devices lie.
     Raises:
-      ConfigError: more devices than there are, or a number that the groups do not divide.
+      ConfigError: more devices than there are, or not all of several processes; a number that the groups do not
+        divide, or rows that do not divide among those who take them.
     """
-    devices = list(jax.devices() if devices is None else devices)
+    devices, n_processes = jax.devices(), jax.process_count()
     if n_devices > len(devices):
         fix = "use fewer, or start on a machine that has them"
         raise ConfigError("target.devices", n_devices, f"at most {len(devices)}, the devices there are", fix)
+    if n_processes > 1 and n_devices < len(devices):
+        fix = "every process takes part in every update: use all devices, or start fewer processes"
+        expected = f"{len(devices)}, the devices of all {n_processes} processes"
+        raise ConfigError("target.devices", n_devices, expected, fix)
     if n_devices % fit.data_parallel:
         fix = "groups of devices are of one size"
         raise ConfigError("fit.data_parallel", fit.data_parallel, f"a divisor of target.devices ({n_devices})", fix)
     if n_devices == 1:
         return None
-    return make_mesh(devices[:n_devices], data=fit.data_parallel)
+    mesh = make_mesh(devices[:n_devices], data=fit.data_parallel, preset=preset)
+    parts = n_parts("batch", mesh)
+    if fit.rows % parts:
+        fix = f"fit.data_parallel is {fit.data_parallel}, target.preset {preset}"
+        raise ConfigError("fit.rows", fit.rows, f"a multiple of the {parts} parts of the mesh that take rows", fix)
+    return mesh
+
+
+def check_mesh(drafter: Drafter, mesh: Mesh | None, fit: FitTable) -> None:
+    """Refuses a mesh that does not divide a declared drafter.
+
+    Raises:
+      ConfigError: names the dimension, and the numbers of groups that would do on as many devices.
+    """
+    if mesh is None or (fault := next(_uneven(drafter, mesh), None)) is None:
+        return
+    axis, size = fault
+    parts = " x ".join(f"{name} ({mesh.shape[name]})" for name in split_axes(axis, mesh))
+    does = []
+    for groups in range(1, mesh.size + 1):
+        if mesh.size % groups == 0:
+            other = abstract_mesh(mesh.size, data=groups, preset=preset_on(mesh))
+            if fit.rows % n_parts("batch", other) == 0 and next(_uneven(drafter, other), None) is None:
+                does.append(str(groups))
+    raise ConfigError(
+        "fit.data_parallel",
+        fit.data_parallel,
+        f"{' or '.join(does) or 'no number of groups'} on {mesh.size} devices with {fit.rows} rows",
+        f"the drafter's {axis} ({size}) cannot be split over {parts}: change it, target.devices or target.preset",
+    )
+
+
+def _uneven(drafter: Drafter, mesh: AnyMesh) -> Iterator[tuple[str, int]]:
+    """Logical axes, with their sizes, that do not come out even."""
+    for _, variable in nnx.to_flat_state(nnx.state(drafter)):
+        axes, shape = variable.get_metadata()["axes"], variable.get_value().shape
+        yield from ((a, n) for a, n in zip(axes, shape, strict=True) if not is_even(a, n, mesh))
+
+
+def row_share(mesh: Mesh | None) -> tuple[int, int]:
+    """Which share of an update's rows this process brings, and of how many: processes that hold the same group of
+    devices bring the same.
+
+    Raises:
+      ConfigError: groups that lie across processes otherwise than whole or in whole processes.
+    """
+    if mesh is None:
+        return 0, 1
+    rows = mesh.devices.reshape(n_parts("batch", mesh), -1)  # the first two axes split rows
+    mine = [i for i, group in enumerate(rows) if any(d.process_index == jax.process_index() for d in group)]
+    count, rest = divmod(len(rows), len(mine))
+    if rest or mine[0] % len(mine) or mine != list(range(mine[0], mine[0] + len(mine))):
+        expected = f"a divisor or a multiple of the {jax.process_count()} processes"
+        raise ConfigError("fit.data_parallel", mesh.shape["data"], expected, "a group is whole processes, or in one")
+    return mine[0] // len(mine), count
 
 
 def split_over_data(spec: PartitionSpec, shape: Sequence[int], groups: int) -> PartitionSpec:
@@ -102,7 +173,8 @@ def repeated(mesh: Mesh | None) -> Sharding:
 
 
 def place_rows(x: np.ndarray, mesh: Mesh | None) -> jax.Array:
-    """Micro-batches [A, B, ...] of this process's rows as one array, its rows split over the groups."""
+    """Micro-batches [A, B, ...] of this process's rows (`row_share`) as one array, its rows split over the groups."""
     if mesh is None:
         return jax.device_put(x, repeated(None))
-    return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec(None, "data")), x)
+    sharding = NamedSharding(mesh, partition(("replicated", "batch"), mesh))
+    return jax.make_array_from_process_local_data(sharding, x)

@@ -79,6 +79,8 @@ _NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or 
 
 def _value(value: Any, kind: Any, where: str) -> Any:
     """`value` as a field's type: int, float, str, bool, a tuple of one of them, or a Literal of strings."""
+    if isinstance(kind, typing.TypeAliasType):
+        kind = kind.__value__
     if typing.get_origin(kind) is Literal:
         allowed = typing.get_args(kind)
         if value not in allowed:

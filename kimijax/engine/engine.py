@@ -7,7 +7,8 @@ the host. What a program did is known one step late; a request that has ended me
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ from ..speculative_options import SpeculativeOptions
 from .adaptive import Adaptive, Status
 from .config import EngineConfig, bucket
 from .flight import Bucket, Flight, StepPlan, groups_of, token_logprobs
-from .programs import Batch, Programs
+from .programs import Batch, Caller, Programs
 from .request import WIDEST, Constraint, ConstraintError, Phase, Request, Sampling, StepOutput, TokenLogprobs
 from .rule_programs import RulePrograms, RuleRows
 from .scheduler import PrefillPlan, Scheduler
@@ -429,7 +430,12 @@ class Engine:
         """After a step that raised: end every request that was running and rebuild the state, which was donated.
 
         Returns what the step had made before it raised (a request may have ended with it), then the ends.
+
+        Raises:
+          RuntimeError: other processes follow this one: what the step has left there is not known.
         """
+        if self._programs.leader is not None:
+            raise RuntimeError("a step failed, and the hosts may not be in step any more; the log has the reason")
         made, self._undelivered = self._undelivered, []
         self._flight = None
         dropped = list(self._scheduler.running)
@@ -441,6 +447,14 @@ class Engine:
                 x.delete()
         self._state = self._programs.new_state()
         return [*made, *(StepOutput(r.id, (), "abort", error="the engine step failed") for r in dropped)]
+
+    def lead(self, leader: Caller) -> None:
+        """From now on other processes repeat what this engine calls: there its own `repeat` gets every call."""
+        self._programs.leader = leader
+
+    def repeat(self, program: str, args: Sequence[Any], static: Mapping[str, Any]) -> None:
+        """Call a program as the leading process did, on this process's part of weights and state."""
+        self._state = self._programs.repeat(program, self._state, args, static)
 
     def warm_up(self, report: Callable[[str], None] | None = None) -> None:
         """Compile every program that traffic can ask for, and measure what each number of drafts costs.

@@ -89,6 +89,7 @@ class RulePrograms:
         if found is None:
             words = mask_words(self._base.target_config.vocab_size)
             found = self._everything[size, n] = np.full((size, n, words), 0xFFFFFFFF, np.uint32)
+            found.flags.writeable = False
         return found
 
     def begin(self, state: DeviceState, request: Request) -> DeviceState:

@@ -65,10 +65,11 @@ class EngineRunner:
         """`watch` gets the counters after each step, on the engine's thread: it must be quick, and must not raise."""
         self._engine, self._watch = engine, watch
         self._commands: queue.SimpleQueue[_Submit | _Cancel | _Stop] = queue.SimpleQueue()
-        self._changed = threading.Condition()  # guards the three fields below
+        self._changed = threading.Condition()  # guards the four fields below
         self._live: dict[str, Deliver] = {}
         self._closed: str | None = None  # why no request is taken any more
         self._failure: Exception | None = None
+        self._abandoned = False  # nobody waits for the thread any more
         self._busy_since: float | None = None  # written by the engine's thread alone
         self._stats = engine.stats()
         # A daemon, so that an exception elsewhere cannot keep the process alive; `stop` is the orderly end.
@@ -130,11 +131,17 @@ class EngineRunner:
             self._closed = self._closed or "the server is shutting down"
             return self._changed.wait_for(lambda: not self._live, timeout)
 
+    def fail(self, reason: str) -> None:
+        """End every request with an error and take no more, though the engine's thread may never leave its step."""
+        with self._changed:
+            self._failure, self._closed, self._abandoned = RuntimeError(reason), reason, True
+        self._end_all(reason)
+
     def stop(self) -> None:
         """Cut what still runs (its last output has finish_reason "abort"), end the thread and wait for that."""
         with self._changed:
             self._closed = self._closed or "the engine was stopped"
-        if self._thread.is_alive():
+        if self._thread.is_alive() and not self._abandoned:
             self._commands.put(_Stop())
             self._thread.join()
 
@@ -234,17 +241,27 @@ class EngineRunner:
 
     def _end_all(self, error: str | None) -> None:
         """After the last step: every request that is left gets its last output, every waiting submit its refusal."""
-        while not self._commands.empty():
-            command = self._commands.get_nowait()
+        while (command := self._next()) is not None:
             if isinstance(command, _Submit) and command.accepted.set_running_or_notify_cancel():
                 command.accepted.set_exception(RunnerStoppedError(self._closed))
                 self._forget(command.request.id)
-        for request_id in list(self._live):
+        with self._changed:
+            left = list(self._live)
+        for request_id in left:
             self._deliver_last(request_id, error)
+
+    def _next(self) -> _Submit | _Cancel | _Stop | None:
+        try:
+            return self._commands.get_nowait()
+        except queue.Empty:
+            return None
 
     def _deliver_last(self, request_id: str, error: str | None) -> None:
         output = StepOutput(request_id, (), "abort", error)
-        deliver = self._live[request_id]
+        with self._changed:
+            deliver = self._live.get(request_id)
+        if deliver is None:
+            return
         self._forget(request_id)
         try:
             deliver(output)
