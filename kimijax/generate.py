@@ -25,6 +25,7 @@ from .engine.scheduler import QueueFullError
 from .errors import RequestError
 from .grammar import Grammars, GrammarSpec
 from .model import Target, check_taps
+from .sharding import preset_on
 from .text_request import bad_word_ids, with_grammar
 from .text_stream import Delta as Delta
 from .text_stream import TextStream as TextStream
@@ -92,7 +93,7 @@ class LLM:
 
     def __repr__(self) -> str:
         c = self.config
-        where = f"{jax.devices()[0].device_kind}" + (f" x {self._mesh.size}" if self._mesh is not None else "")
+        where = f"{jax.devices()[0].device_kind}" + ("" if self._mesh is None else f" x {self._mesh.size}, {preset_on(self._mesh)}")
         return f"LLM({self.name!r}: {c.text_type}, {c.n_layers} layers, width {c.hidden}, on {where})"
 
     @functools.cached_property

@@ -35,7 +35,7 @@ def check(config: ServerConfig) -> str:
     n_devices = len(jax.devices())
     here = config.tp <= n_devices
     if here:
-        placement = place(DTYPES[config.dtype], config.tp)
+        placement = place(DTYPES[config.dtype], config.tp, config.preset)
     else:  # another machine's, which has accelerators: no host has so many CPU devices
         placement = Placement(None, jnp.dtype(DTYPES[config.dtype] or jnp.bfloat16), unpack_int4=False)
     found = resolve(config, placement)
