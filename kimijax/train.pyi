@@ -26,6 +26,7 @@ from train import fit_report as fit_report
 from train import fitter as fitter
 from train import generate as generate
 from train import host_memory as host_memory
+from train import hosts as hosts
 from train import losses as losses
 from train import metrics as metrics
 from train import nano_corpus as nano_corpus
@@ -36,6 +37,7 @@ from train import nano_written as nano_written
 from train import optimizer as optimizer
 from train import packing as packing
 from train import placement as placement
+from train import plan_fit as plan_fit
 from train import pretrain as pretrain
 from train import recipe_reader as recipe_reader
 from train import regeneration as regeneration

@@ -52,14 +52,18 @@ WIRING = Wiring(TAPS, 2, 32)
 LENGTHS = (5, 3, 17, 2, 41, 9, 11, 48)
 
 
-def make_target(seed: int = 0) -> Target:
-    target = declare_target(parse_config(CONFIG), dtype=jnp.dtype(jnp.float32), int4=False)
+# For groups of up to eight devices.
+WIDE: dict[str, Any] = CONFIG | {"num_attention_heads": 8, "n_routed_experts": 8, "moe_intermediate_size": 64}
+
+
+def make_target(seed: int = 0, config: dict[str, Any] = CONFIG) -> Target:
+    target = declare_target(parse_config(config), dtype=jnp.dtype(jnp.float32), int4=False)
     return initialise(target, seed)
 
 
-def write_target(folder: Path, seed: int = 0) -> Path:
+def write_target(folder: Path, seed: int = 0, config: dict[str, Any] = CONFIG) -> Path:
     """A checkpoint with tokenizer and chat template."""
-    checkpoint_writer.save(make_target(seed), folder, CONFIG)
+    checkpoint_writer.save(make_target(seed, config), folder, config)
     toy_tokenizer.write(folder)
     (folder / "chat_template.jinja").write_bytes((NANO / "chat_template.jinja").read_bytes())
     return folder

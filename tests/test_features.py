@@ -15,7 +15,7 @@ from kimijax import checkpoint
 from kimijax.config import load_config
 from kimijax.errors import ConfigError
 from kimijax.model import Target
-from kimijax.sharding import make_mesh
+from kimijax.sharding import PRESETS, Preset, make_mesh
 from kimijax.train import draft_recipe, draft_target, feature_files, feature_manifest, feature_writer
 from kimijax.train import features as stage
 
@@ -129,8 +129,9 @@ def test_row_lengths() -> None:
     assert stage.row_tokens(3, 100) == 100
 
 
-def test_states_are_the_same_on_a_mesh(directory: Path, target: Target) -> None:
-    mesh = make_mesh(jax.devices()[:2])
+@pytest.mark.parametrize("preset", ["tp", *(pytest.param(p, marks=pytest.mark.slow) for p in PRESETS if p != "tp")])
+def test_states_are_the_same_on_a_mesh(preset: Preset, directory: Path, target: Target) -> None:
+    mesh = make_mesh(jax.devices()[:2], preset=preset)
     split_target = checkpoint.load(directory, load_config(directory), mesh=mesh, dtype=jnp.float32)
     documents = [split(make_documents())[i] for i in (0, 2, -1)]  # two packed, one in chunks
     found = list(stage.Extractor(split_target, WIRING, 20, "float32", mesh).run(documents))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
@@ -11,9 +12,11 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from kimijax.drafter import declare_drafter
 from kimijax.errors import ConfigError
 from kimijax.layers import rms_norm
 from kimijax.names import parameters
+from kimijax.sharding import Preset
 from kimijax.train import dataset, draft_recipe, fit_optimizer, fit_progress, placement
 from kimijax.train import fit as fit_stage
 from kimijax.train import fitter as trainer
@@ -183,18 +186,81 @@ def test_meshes_that_cannot_be() -> None:
     refused(8, r"fit.data_parallel: found 3, expected a divisor of target.devices \(8\)", data_parallel=3, rows=9)
     refused(8, r"mesh axis tensor: found 8, expected a divisor of heads")  # 4 heads
     assert placement.fit_mesh(cases.recipe().fit, 1) is None
+    with pytest.raises(ConfigError, match=r"fit.rows: found 6, expected a multiple of the 8 parts of the mesh"):
+        placement.fit_mesh(cases.recipe(data_parallel=2, rows=6).fit, 8, "dp-attention")
 
 
-def test_online_is_files(fitter: trainer.Fitter) -> None:
-    """The target inside the program, on a mesh, gives what its stored states give."""
+def test_a_mesh_that_cannot_hold_the_drafter_is_refused_with_those_that_can() -> None:
+    head = cases.LLAMA | {"n_kv_heads": 4}
+
+    def refused(names: str, preset: Preset = "tp", devices: int = 8, **fit: Any) -> None:
+        recipe = cases.recipe(head, **fit)
+        config = recipe.draft.config(cases.config(), cases.WIRING, len(cases.TARGET_IDS))
+        drafter = declare_drafter(config, cases.WIRING, dtype=jnp.dtype(jnp.float32))
+        placement.check_mesh(drafter, placement.fit_mesh(recipe.fit, 4, preset), recipe.fit)
+        with pytest.raises(ConfigError, match=names):
+            placement.check_mesh(drafter, placement.fit_mesh(recipe.fit, devices, preset), recipe.fit)
+
+    two_four_eight = r"fit.data_parallel: found 1, expected 2 or 4 or 8 for 8 devices and 8 rows; "
+    refused(two_four_eight + r"the drafter's heads \(4\) cannot be split over tensor \(8\)")
+    refused(two_four_eight + r".*over expert \(8\)", "ep")
+    refused(r"found 1, expected 2 or 4 for 8 devices and 4 rows", rows=4)
+    refused(r"target.devices: found 8, expected a number that divides the drafter.*with 1 rows", rows=1)
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        pytest.param("tp", marks=pytest.mark.slow),
+        "ep",
+        pytest.param("dcp", marks=pytest.mark.slow),
+        pytest.param("dp-attention", marks=pytest.mark.slow),
+    ],
+)
+def test_online_is_files(preset: Preset, fitter: trainer.Fitter) -> None:
+    """The target inside the program, on a mesh, gives what its stored states give: loss, counts, gradient."""
     tokens = rows_of(dataset.TokenDocuments(cases.documents()))[0]
     assert tokens.taps == {}
     recipe = cases.recipe(source="online", data_parallel=4)
-    online = fitter_of(recipe, mesh=placement.fit_mesh(recipe.fit, 8), online=cases.target())
-    expected = fitter.sums(fitter.create().params, batch())
-    assert_close(online.sums(online.create().params, tokens), expected)
+    online = fitter_of(recipe, mesh=placement.fit_mesh(recipe.fit, 8, preset), online=cases.target())
+    assert_close(first_update(online, tokens), first_update(fitter, batch()))
     with pytest.raises(ValueError, match="no hidden states"):
         fitter.step(fitter.create(), tokens)
+
+
+class Processes:
+    """A mesh of devices that belong to several processes."""
+
+    def __init__(self, groups: int, processes: int, n: int = 8) -> None:
+        devices = np.empty(n, object)
+        devices[:] = [SimpleNamespace(process_index=i * processes // n) for i in range(n)]
+        self.shape = {"data": groups, "attention": 1, "context": 1, "expert": 1, "tensor": n // groups}
+        self.devices = devices.reshape(tuple(self.shape.values()))
+
+
+@pytest.mark.parametrize(
+    ("groups", "processes", "shares"),
+    [
+        (8, 2, [(0, 2), (1, 2)]),  # four groups in each process
+        (2, 2, [(0, 2), (1, 2)]),
+        (1, 2, [(0, 1), (0, 1)]),  # one group over both: each brings all rows
+        (2, 4, [(0, 2), (0, 2), (1, 2), (1, 2)]),
+        (8, 1, [(0, 1)]),
+    ],
+)
+def test_the_rows_that_a_process_brings(
+    groups: int, processes: int, shares: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh: Any = Processes(groups, processes)
+    for process, share in enumerate(shares):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        assert placement.row_share(mesh) == share
+
+
+def test_groups_that_lie_across_processes_are_refused() -> None:
+    mesh: Any = Processes(3, 2, 12)
+    with pytest.raises(ConfigError, match=r"fit.data_parallel: found 3, expected a divisor or a multiple of the"):
+        placement.row_share(mesh)
 
 
 def test_last_states_that_are_normed_already(fitter: trainer.Fitter) -> None:

@@ -175,14 +175,14 @@ def test_more_updates_done_than_asked(fitter: trainer.Fitter, straight: tuple[li
 def test_restored_on_other_devices(
     fitter: trainer.Fitter, straight: tuple[list[tuple[str, bytes]], Path], tmp_path: Path
 ) -> None:
-    """Written by eight devices, split over them; read and written by two, read by one: same state, same loss."""
+    """Written by eight devices, split over them; read and written by two, one and four: same state, same loss."""
     with fit_checkpoints.Checkpoints(straight[1], read_only=True) as trained:
         state = trained.restore(fitter.abstract()).state
     expected = np.asarray(fitter.sums(state.params, cases.train_rows(3)[0]).loss)
     placed: Any = state
     before = 0
-    for devices, data in ((8, 8), (2, 1), (1, 1)):
-        settings = cases.recipe(data_parallel=data, fsdp=devices == 8)
+    for devices, data in ((8, 8), (2, 1), (1, 1), (4, 4)):
+        settings = cases.recipe(data_parallel=data, fsdp=data > 1)
         there = cases.fitter(settings, UPDATES, mesh=placement.fit_mesh(settings.fit, devices))
         if devices == 8:
             placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), state, there.abstract())
@@ -198,6 +198,25 @@ def test_restored_on_other_devices(
         with fit_checkpoints.Checkpoints(tmp_path / str(devices)) as written:
             written.save(fit_checkpoints.FitState(*placed), identity(), {"next_index": 12}, {})
             written.wait()
+
+
+@pytest.mark.slow
+def test_a_run_that_moves_between_devices_is_the_run(
+    fitter: trainer.Fitter, straight: tuple[list[tuple[str, bytes]], Path], tmp_path: Path
+) -> None:
+    """Three updates each on eight devices, two, one, and eight again: every report is that of the run on one."""
+    spread = cases.recipe(**cases.RESUMED, data_parallel=4, fsdp=True)
+    eight = cases.fitter(spread, UPDATES, mesh=placement.fit_mesh(spread.fit, 8))
+    two = cases.fitter(RECIPE, UPDATES, mesh=placement.fit_mesh(RECIPE.fit, 2))
+    for there, settings in ((eight, spread), (two, RECIPE), (fitter, RECIPE)):
+        cases.train(there, settings, tmp_path, after(3))
+    cases.train(eight, spread, tmp_path, lambda: False)
+    found, expected = reported(tmp_path), reported(straight[1])
+    assert found.keys() == expected.keys()
+    for step, values in expected.items():
+        assert found[step].keys() == values.keys()
+        for name, value in values.items():
+            assert found[step][name] == pytest.approx(value, rel=1e-5, abs=1e-7), (step, name)
 
 
 def test_what_is_not_finite_is_never_saved(

@@ -16,6 +16,7 @@ from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttribut
 
 from kimijax.errors import ConfigError
 from kimijax.names import parameters
+from kimijax.sharding import make_mesh
 from kimijax.train import draft_recipe, fit_checkpoints, fit_report, metrics, vocab
 from kimijax.train import features as features_stage
 from kimijax.train import fit as fit_stage
@@ -37,7 +38,7 @@ FIT = {
     "eval_every": 2,
     "save_every": 2,
 }
-DRAFT = {"kind": "llama", "n_heads": 2, "n_kv_heads": 1, "head_dim": 16, "mlp_width": 32}
+DRAFT = {"kind": "llama", "n_heads": 2, "n_kv_heads": 2, "head_dim": 16, "mlp_width": 32}
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +132,12 @@ def test_the_fitted_drafter(run: tuple[draft_recipe.DraftRecipe, Path]) -> None:
     )
     assert logits.shape == (1, 4, 300)
     assert np.isfinite(logits).all()
+    # Trained on one device, read onto two.
+    split = nnx.state(fit_stage.load_fitted(recipe, out, mesh=make_mesh(jax.devices()[:2])), nnx.Param)
+    assert {len(x.sharding.device_set) for x in jax.tree.leaves(split)} == {2}
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: bool((np.asarray(a) == b).all()), split, nnx.state(drafter, nnx.Param))
+    )
     half = fit_stage.load_fitted(recipe, out, dtype=jnp.bfloat16)
     whole = jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(drafter, nnx.Param))
     found = nnx.state(half, nnx.Param)
@@ -146,6 +153,7 @@ def test_the_fitted_drafter(run: tuple[draft_recipe.DraftRecipe, Path]) -> None:
         ("features", {"dtype": "bfloat16"}, "features.dtype", ConfigError),
         ("fit", {"rows": 3}, "fit.rows: found 3", ConfigError),
         ("target", {"devices": 99}, "target.devices: found 99, expected at most 8", ConfigError),
+        ("target", {"devices": 8}, r"target.devices: found 8, expected a number that divides the drafter", ConfigError),
     ],
 )
 def test_what_does_not_fit_the_run_is_refused(

@@ -211,10 +211,15 @@ def test_no_getattr_with_a_default() -> None:
 
 
 def test_environment_is_no_configuration() -> None:
-    """Settings are fields of a configuration, seen in --help and in the log; JAX's own variables are read by JAX."""
+    """Settings are fields of a configuration, seen in --help and in the log; JAX's own variables are read by JAX.
+
+    Two modules may look at variables of XLA and SLURM: to bound collectives, which XLA takes from its flags alone, to
+    read what SLURM says of a job, as JAX does, and not to ask for virtual devices where a flag has done so.
+    """
     faults = [
         where(path, node.lineno)
         for path in sources()
+        if path.name not in ("multihost.py", "plan_compile.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)

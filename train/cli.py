@@ -2,8 +2,8 @@
 
 import argparse
 import logging
-import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import jax
 
 from kimijax.errors import CheckpointError, ConfigError, RequestError, TemplateError, TokenizerError
 from kimijax.layer_ids import CONVENTIONS
-from kimijax.multihost import HostsConfig, hosts_value, initialize
+from kimijax.multihost import HostsConfig, hosts_value, initialize, leave
 
 from . import draft_stages, stages
 from .config import load_recipe
@@ -59,7 +59,9 @@ def _add_hosts(command: argparse.ArgumentParser) -> None:
         "--num-hosts", type=hosts_value, default=1, help=f"processes that work together, or auto; only for {stages_}"
     )
     command.add_argument("--host-id", type=int, help="which of them this is, from 0")
-    command.add_argument("--coordinator", metavar="HOST:PORT", help="where host 0 is reached, a port that is free there")
+    command.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="where host 0 is reached, a port that is free there"
+    )
 
 
 def _add_import(command: argparse.ArgumentParser) -> None:
@@ -90,10 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a stage. Returns the exit status: 0 done or stopped in order, 2 refused, 1 failed, 130 stopped at once."""
     code = _run(parser().parse_args(arguments))
     if code and jax.distributed.is_initialized():
-        # The usual end of a process waits for the others, who may be waiting for this one.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        leave(code)  # the others may be waiting for this process
     return code
 
 
@@ -129,9 +128,11 @@ def _run(args: argparse.Namespace) -> int:
     except (FloatingPointError, OSError) as e:
         print(f"kimijax.train: {e}", file=sys.stderr)
         return 1
-    except jax.errors.JaxRuntimeError as e:
-        lost = "; another process may be lost: see what it said" if jax.distributed.is_initialized() else ""
-        print(f"kimijax.train: {e}{lost}", file=sys.stderr)
+    except RuntimeError:
+        if not jax.distributed.is_initialized():
+            raise
+        traceback.print_exc()
+        print("kimijax.train: failed; if another process was lost, see what that one said", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("kimijax.train: stopped; the last checkpoint is kept", file=sys.stderr)

@@ -63,9 +63,8 @@ class DraftTarget:
 
     @property
     def is_copied(self) -> bool:
-        """Whether each of several processes has a copy of the whole target, on its own devices; else it lies on the
-        devices of all."""
-        return jax.process_count() > 1 and self.recipe.target.devices <= jax.local_device_count()
+        """Whether each process has a copy of the whole target, on its own devices; else it lies on those of all."""
+        return self.recipe.target.devices <= jax.local_device_count()
 
     def placement(self) -> Placement:
         """Where the whole target goes.

@@ -128,7 +128,7 @@ class FeatureWriter:
             old = Manifest.read(folder)
             _check_same(old, manifest, documents, folder)
             self.manifest = old
-        elif n_processes > 1:  # which says what the others' records are of
+        elif self._is_first and n_processes > 1:  # which says what the others' records are of
             manifest.write(folder)
         if self._is_first:
             self.collect()
@@ -153,7 +153,9 @@ class FeatureWriter:
     def collect(self) -> None:
         """Takes the records of the other processes' files into the manifest. FeatureError: one that is not planned."""
         records = list(self.folder.glob(f".*{_RECORD}"))
-        planned = {(p.file, p.first, p.stop, p.tokens): p.split for p in self.planned}
+        planned: dict[tuple[str, int, int, int], Split] = {
+            (p.file, p.first, p.stop, p.tokens): p.split for p in self.planned
+        }
         found: dict[Split, list[Shard]] = {split: [] for split in self.manifest.splits}
         for path in records:
             shard = read_shard(Reader(read_json(path), str(path)))

@@ -3,10 +3,12 @@
 `hidden_states` is the one function that computes them; training with `features.source = "online"` calls it in its own
 step. Documents are packed into rows of a few fixed lengths, so that each length is compiled once; a document longer
 than `features.batch_tokens` goes through the target in chunks, with a cache. Neither changes a document's states.
+
+Of several processes each writes its own files. Where each has a copy of the target it computes these alone, at its own
+speed; where the target lies on the devices of all, all compute every file together and one of them writes it.
 """
 
 import functools
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,6 +28,7 @@ from kimijax.config import TargetConfig
 from kimijax.errors import ConfigError
 from kimijax.model import Target
 from kimijax.safetensors_io import DTYPES
+from kimijax.sharding import shard
 from kimijax.wiring import Wiring
 
 from .document_files import documents_folder
@@ -33,6 +36,7 @@ from .draft_recipe import DraftRecipe
 from .draft_target import DraftTarget
 from .feature_manifest import FLOATS, ORIGIN, Manifest, Split
 from .feature_writer import FeatureWriter, Planned, ShardArrays, empty_splits
+from .hosts import StopShared, gathered, is_first, say, wait_for_all
 from .packing import Documents, plan
 
 FOLDER = "features"  # within a run's folder
@@ -90,8 +94,13 @@ class _Program(NamedTuple):
     stored: np.dtype
 
     def output(self, taps: Mapping[int, jax.Array], last: jax.Array) -> _Output:
-        """Rounded on the device: half the bytes to copy."""
-        return {tap: h.astype(self.stored) for tap, h in taps.items()}, last.astype(self.stored)
+        """Rounded on the device: half the bytes to copy. Every device of a mesh has all of it, so that every process
+        can read it."""
+
+        def whole(h: jax.Array) -> jax.Array:
+            return shard(h.astype(self.stored), "replicated", "replicated", "replicated")
+
+        return {tap: whole(h) for tap, h in taps.items()}, whole(last)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -238,28 +247,66 @@ def extract(recipe: DraftRecipe, out: Path, stop: Callable[[], bool] = lambda: F
       FeatureError: states that are not finite, or a disk that ran full.
     """
     if recipe.features.source == "online":
-        _say('features: features.source = "online": computed while training, nothing is stored')
+        say('features: features.source = "online": computed while training, nothing is stored')
         return True
     source, documents = DraftTarget.of(recipe), load_splits(recipe, out)
     check_ids(documents, source.config)
-    f = recipe.features
-    splits = empty_splits(documents)
-    manifest = Manifest(source.contract, f.dtype, recipe.target.dtype, "pre_norm", ORIGIN, f.shard_mb, splits)
-    writer = FeatureWriter(out / FOLDER, manifest, documents)
-    writer.check_disk()
-    if not writer.missing:
-        return True
+    source.placement()  # refused before anything is written
+    f, folder = recipe.features, out / FOLDER
+    manifest = Manifest(
+        source.contract, f.dtype, recipe.target.dtype, "pre_norm", ORIGIN, f.shard_mb, empty_splits(documents)
+    )
+    with StopShared(stop, folder, in_step=not source.is_copied) as shared:
+        writer = _open_writer(folder, manifest, documents)
+        writer.check_disk()
+        missing = writer.missing if source.is_copied else _missing_anywhere(writer)
+        finished = not missing or _extract(source, writer, missing, documents, shared)
+        wait_for_all("features: written")
+        if is_first():
+            writer.collect()
+        return bool(gathered(np.array(finished)).all())
+
+
+def _extract(
+    source: DraftTarget,
+    writer: FeatureWriter,
+    missing: Sequence[Planned],
+    documents: Mapping[Split, Documents],
+    stop: Callable[[], bool],
+) -> bool:
+    """Computes files, and writes those that are this process's; false if it was asked to stop."""
+    f, own = source.recipe.features, {p.file for p in writer.mine}
     target, mesh = source.load()
     extractor = Extractor(target, source.wiring, f.batch_tokens, f.dtype, mesh)
-    progress = _Progress(sum(p.tokens for p in writer.missing))
-    for planned in list(writer.missing):
+    progress = _Progress(sum(p.tokens for p in missing))
+    for planned in missing:
         arrays = _shard(extractor, writer.manifest, planned, documents[planned.split], progress, stop)
         if arrays is None:
-            _say(f"features: stopped before {planned.file}; run the same command again to go on")
+            say(f"features: stopped before {planned.file}; run the same command again to go on")
             return False
-        writer.write(planned, arrays)
+        if planned.file in own:
+            writer.write(planned, arrays)
     progress.report("features: done")
     return True
+
+
+def _missing_anywhere(writer: FeatureWriter) -> list[Planned]:
+    """The files that are missing, of all processes."""
+    missing = {p.file for p in writer.missing}
+    found = gathered(np.array([p.file in missing for p in writer.planned], bool)).any(axis=0)
+    return [p for p, is_missing in zip(writer.planned, found, strict=True) if is_missing]
+
+
+def _open_writer(folder: Path, manifest: Manifest, documents: Mapping[Split, Documents]) -> FeatureWriter:
+    """This process's writer, made after the first one's."""
+    process = jax.process_index(), jax.process_count()
+    if not is_first():
+        wait_for_all("features: begin")
+    try:
+        return FeatureWriter(folder, manifest, documents, process)
+    finally:
+        if is_first():
+            wait_for_all("features: begin")
 
 
 def _shard(
@@ -298,8 +345,4 @@ class _Progress:
         self._last = time.monotonic()
         rate = self._done / max(self._last - self._begin, 1e-9)
         left = (self._total - self._done) / max(rate, 1e-9)
-        _say(f"{what}: {self._done:,} of {self._total:,} tokens, {rate:,.0f} tokens/s, {left / 60:.1f} min left")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+        say(f"{what}: {self._done:,} of {self._total:,} tokens, {rate:,.0f} tokens/s, {left / 60:.1f} min left")

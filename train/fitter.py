@@ -27,7 +27,7 @@ from .features import hidden_states
 from .fit_checkpoints import FitState
 from .fit_optimizer import make_optimizer, schedule
 from .fit_progress import StepMetrics
-from .placement import check_mesh, optimizer_shardings, place_rows, repeated, state_shardings
+from .placement import optimizer_shardings, place_rows, repeated, state_shardings
 from .ttt import Batch, StepSums, ttt_loss
 
 type DeviceRows = RowBatch[jax.Array]
@@ -74,7 +74,6 @@ class Fitter:
         """
         self.fit, self.wiring, self.mesh, self.updates = recipe.fit, wiring, mesh, updates
         self.config = recipe.draft.config(target, wiring, len(target_ids))
-        check_mesh(declare_drafter(self.config, wiring, dtype=jnp.dtype(jnp.float32)), mesh, self.fit)
         self._tables, self._target_ids, self._last_is_normed = lone_tables(tables), target_ids, last_is_normed
         self._dtype = jnp.dtype(self.fit.compute_dtype)
         self._graph, declared, lent = nnx.split(self._declared(self._dtype), nnx.Param, ...)

@@ -65,7 +65,7 @@ def fit_mesh(fit: FitTable, n_devices: int, preset: Preset = "tp") -> Mesh | Non
 
 
 def check_mesh(drafter: Drafter, mesh: Mesh | None, fit: FitTable) -> None:
-    """Refuses a mesh that does not divide a declared drafter.
+    """Refuses a run's mesh that does not divide a declared drafter, before anything is read onto it.
 
     Raises:
       ConfigError: names the dimension, and the numbers of groups that would do on as many devices.
@@ -74,18 +74,18 @@ def check_mesh(drafter: Drafter, mesh: Mesh | None, fit: FitTable) -> None:
         return
     axis, size = fault
     parts = " x ".join(f"{name} ({mesh.shape[name]})" for name in split_axes(axis, mesh))
-    does = []
-    for groups in range(1, mesh.size + 1):
-        if mesh.size % groups == 0:
-            other = abstract_mesh(mesh.size, data=groups, preset=preset_on(mesh))
-            if fit.rows % n_parts("batch", other) == 0 and next(_uneven(drafter, other), None) is None:
-                does.append(str(groups))
-    raise ConfigError(
-        "fit.data_parallel",
-        fit.data_parallel,
-        f"{' or '.join(does) or 'no number of groups'} on {mesh.size} devices with {fit.rows} rows",
-        f"the drafter's {axis} ({size}) cannot be split over {parts}: change it, target.devices or target.preset",
-    )
+    fault = f"the drafter's {axis} ({size}) cannot be split over {parts}"
+
+    def would_do(groups: int) -> bool:
+        other = abstract_mesh(mesh.size, data=groups, preset=preset_on(mesh))
+        return fit.rows % n_parts("batch", other) == 0 and next(_uneven(drafter, other), None) is None
+
+    do = [str(n) for n in range(1, mesh.size + 1) if mesh.size % n == 0 and would_do(n)]
+    if do:
+        expected = f"{' or '.join(do)} for {mesh.size} devices and {fit.rows} rows"
+        raise ConfigError("fit.data_parallel", fit.data_parallel, expected, fault)
+    fix = f"{fault}, and no other fit.data_parallel would do with {fit.rows} rows"
+    raise ConfigError("target.devices", mesh.size, "a number that divides the drafter", fix)
 
 
 def _uneven(drafter: Drafter, mesh: AnyMesh) -> Iterator[tuple[str, int]]:
