@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kimijax.errors import ConfigError
-from kimijax.serving_plan import distinct_experts
+from kimijax.plan_roofline import distinct_experts
 from kimijax.train import evaluate
 
 from .scale_constants import GROUP, PUBLISHED_TRAINING, Constants, Published

@@ -31,6 +31,7 @@ from .names import WRAPPER_PREFIX, Path, Piece, name_table, parameters, skip_rea
 from .quant import GROUP_SIZE, NIBBLES_PER_WORD, Rounding
 from .safetensors_io import DTYPES, INDEX_FILE, FilePool, TensorInfo, read_header
 from .sharding import parameter_sharding
+from .startup_progress import Shown
 
 __all__ = [
     "Checked",
@@ -207,8 +208,9 @@ def load(
     dtype: Any = jnp.bfloat16,
     unpack_int4: bool = False,
     rounding: Rounding = "reference",
-    progress: bool = False,
+    progress: Shown = False,
     threads: int = 8,
+    direct: bool = False,
     free: FreeMemory = free_memory,
 ) -> Target:
     """The model of a checkpoint directory, its parameters on the devices of `mesh`.
@@ -219,8 +221,8 @@ def load(
     finite and positive: others are refused, neither rounded nor replaced.
 
     What cannot fit on the devices is refused before any tensor is read (`memory.check_memory`), unless neither backend
-    nor system tells how much they hold. While it loads, host memory holds the array being read and a few MB a thread;
-    on CPU devices that buffer becomes the array.
+    nor system tells how much they hold. While it loads, host memory holds the parameters under way
+    (`checkpoint_reader.in_flight_bytes`) and a few MB a thread; on CPU devices their buffers become the arrays.
 
     Args:
       directory: safetensors files in Hugging Face's layout, with or without the `language_model.` prefix.
@@ -229,8 +231,9 @@ def load(
       dtype: bf16 or f32, of every float parameter but the router's correction bias.
       unpack_int4: dequantise the routed experts to `dtype`, one row block after the other.
       rounding: of that dequantisation, see `quant.dequantize_words`.
-      progress: show GB, GB/s and time left on stderr.
+      progress: show GB, GB/s and time left on stderr, or on a display that is given.
       threads: readers at work at the same time.
+      direct: read past the system's page cache, which then keeps what it has; the file system must support it.
       free: bytes that a device can still hold, None where that is unknown.
     Raises:
       ConfigError: another dtype, a mesh that does not divide the model, or devices that are too small for it.
@@ -238,7 +241,9 @@ def load(
         or, after reading, every tensor with a scale that is not finite and positive.
     """
     checked = check(directory, config, mesh=mesh, dtype=dtype, unpack_int4=unpack_int4, free=free)
-    arrays = read_leaves(checked.leaves, checked.shardings, rounding=rounding, progress=progress, threads=threads)
+    arrays = read_leaves(
+        checked.leaves, checked.shardings, rounding=rounding, progress=progress, threads=threads, direct=direct
+    )
     fill(checked.target, arrays)
     return checked.target
 

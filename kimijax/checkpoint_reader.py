@@ -1,34 +1,39 @@
 """Reads tensors by byte range straight into sharded device arrays.
 
-One parameter at a time: for every distinct shard that this process holds, a buffer is made; reader threads fill the
-buffers by row blocks; each buffer then becomes the shard on its devices. Rows that no local shard needs are not read,
-and rows that several shards cut into columns are read once. The buffers are aligned so that JAX's CPU devices adopt
-them without a copy: nothing may write to one afterwards.
+For every distinct shard of a parameter that this process holds, a buffer is made; reader threads fill it by row blocks;
+each buffer then becomes the shard on its devices. Several parameters are under way at once: while one is on its
+way to its devices the next ones are read, and a small one keeps no reader waiting. `in_flight_bytes` bounds what their
+buffers take. They are aligned so that JAX's CPU devices adopt them without a copy: nothing may write to one afterwards.
+
+Rows that no local shard needs are not read, and rows that several local shards need, or cut into columns, are read once
+for all of them. A row is read whole, along the first dimension of a piece's view. So where a split runs along another
+dimension (the inputs of the down projections and of the attention's output, under every preset that splits them), each
+process reads the whole tensor: a third of the bytes of INT4 experts split by width. And the rows of a head in kv_b are
+read once for the keys and once for the values.
 """
 
 import itertools
 import math
-import time
-from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from .errors import CheckpointError
 from .names import Path, Piece
 from .quant import Rounding, dequantize_words, first_bad_scale
 from .safetensors_io import DTYPES, FilePool, TensorInfo
+from .startup_progress import Shown, reading
 
 _ALIGNMENT = 64  # what XLA's CPU client asks of a buffer that it adopts
 _DIRECT_BYTES = 16 << 20  # a block read into its place needs no scratch memory
 _SCRATCH_VALUES = 1 << 20  # a block that is converted or cut: a few MB of scratch memory a thread
+_IN_FLIGHT = 2 << 30  # bytes of buffers that may always be under way
 _SHOWN = 40  # lines of one sort that a message spells out; the rest are counted
 
 type Box = tuple[tuple[int, int], ...]  # one [start, stop) for each dimension
@@ -79,13 +84,43 @@ class _Target:
     columns: tuple[slice, ...]
 
 
+type _Block = tuple[int, int, tuple[_Target, ...]]  # rows [start, stop) of a piece's view, and where they go
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A parameter that is being read."""
+
+    leaf: Leaf
+    sharding: Sharding
+    boxes: Mapping[Any, Box]  # by jax.Device
+    buffers: Mapping[Box, np.ndarray]
+    futures: tuple[Future[None], ...]
+    nbytes: int  # of the buffers
+
+    def finish(self) -> jax.Array:
+        """The array, once everything is read and on its devices: from then on accelerators need no buffer."""
+        for f in self.futures:
+            f.result()
+        shards = [jax.device_put(self.buffers[box], device) for device, box in self.boxes.items()]
+        array = jax.make_array_from_single_device_arrays(self.leaf.shape, self.sharding, shards)
+        return jax.block_until_ready(array)
+
+    def cancel(self) -> None:
+        """Lets nothing queue that is not yet being read."""
+        for f in self.futures:
+            f.cancel()
+
+
 def read_leaves(
     leaves: Mapping[Path, Leaf],
     shardings: Mapping[Path, Sharding],
     *,
     rounding: Rounding,
-    progress: bool,
+    progress: Shown,
     threads: int,
+    direct: bool = False,
+    what: str = "loading weights",
 ) -> dict[Path, jax.Array]:
     """Reads every parameter into an array of its sharding; each process fills the shards of its own devices.
 
@@ -93,23 +128,55 @@ def read_leaves(
       leaves: the parameters, verified against the headers.
       shardings: by the same paths.
       rounding: how INT4 weights are dequantised where the parameter is a float.
-      progress: show a bar on stderr.
+      progress: where to show how far it is.
       threads: readers at work at the same time.
+      direct: pass by the system's page cache, see `FilePool`.
+      what: the name of the stage that is shown.
     Raises:
-      CheckpointError: lists every tensor with an INT4 scale that is not finite and positive. That is looked at while
-        reading, since it takes the values, so it is known only when everything has been read.
+      CheckpointError: a file that cannot be read so, or that ends too early. Or lists every tensor with an INT4 scale
+        that is not finite and positive: that is looked at while reading, since it takes the values, so it is known only
+        when everything has been read.
     """
     arrays: dict[Path, jax.Array] = {}
     bad: list[tuple[str, int, float]] = []
     # GB of the files as a whole: of blocks that other processes read, the bar counts the whole parameter too.
     total = sum(_bytes_of(leaf) for leaf in leaves.values())
-    with FilePool() as pool, ThreadPoolExecutor(threads) as executor, _progress_bar(progress, total) as advance:
-        for path, leaf in sorted(leaves.items(), key=lambda item: item[1].position):
-            arrays[path] = _read_leaf(leaf, shardings[path], _Reader(pool, leaf.dtype, rounding, bad), executor)
-            advance(_bytes_of(leaf))
+    order = sorted(leaves.values(), key=lambda leaf: leaf.position)
+    bound = in_flight_bytes(_local_bytes(leaf, shardings[leaf.path]) for leaf in order)
+    tasks: deque[_Task] = deque()
+    with (
+        FilePool(direct=direct) as pool,
+        ThreadPoolExecutor(threads) as executor,
+        reading(progress, what, total) as advance,
+    ):
+
+        def finish() -> None:
+            arrays[tasks[0].leaf.path] = tasks[0].finish()
+            advance(_bytes_of(tasks.popleft().leaf))
+
+        try:
+            for leaf in order:
+                needed = _local_bytes(leaf, shardings[leaf.path])
+                while tasks and needed + sum(t.nbytes for t in tasks) > bound:
+                    finish()
+                reader = _Reader(pool, leaf.dtype, rounding, bad)
+                tasks.append(_begin(leaf, shardings[leaf.path], reader, executor))
+            while tasks:
+                finish()
+        finally:
+            for task in tasks:
+                task.cancel()
     if bad:
         raise _bad_scales(leaves, bad)
     return arrays
+
+
+def in_flight_bytes(sizes: Iterator[int]) -> int:
+    """Bytes of host memory that parameters under way may take, of the bytes that each has on this process's devices.
+
+    At least _IN_FLIGHT, and twice the largest, so that one such can be read while another is being transferred.
+    """
+    return max(_IN_FLIGHT, 2 * max(sizes, default=0))
 
 
 def _bad_scales(leaves: Mapping[Path, Leaf], bad: Sequence[tuple[str, int, float]]) -> CheckpointError:
@@ -132,28 +199,27 @@ def _bytes_of(leaf: Leaf) -> int:
     return sum(s.weight.nbytes * math.prod(s.piece.block) // math.prod(s.piece.view) for s in leaf.sources)
 
 
-def _read_leaf(leaf: Leaf, sharding: Sharding, reader: "_Reader", executor: ThreadPoolExecutor) -> jax.Array:
-    boxes = {d: _box(index, leaf.shape) for d, index in sharding.addressable_devices_indices_map(leaf.shape).items()}
+def _boxes(leaf: Leaf, sharding: Sharding) -> dict[Any, Box]:
+    """The part of a parameter that each local `jax.Device` holds."""
+    return {d: _box(index, leaf.shape) for d, index in sharding.addressable_devices_indices_map(leaf.shape).items()}
+
+
+def _local_bytes(leaf: Leaf, sharding: Sharding) -> int:
+    """Bytes of the buffers of a parameter: of its distinct shards here."""
+    boxes = set(_boxes(leaf, sharding).values())
+    return sum(math.prod(b - a for a, b in box) for box in boxes) * leaf.dtype.itemsize
+
+
+def _begin(leaf: Leaf, sharding: Sharding, reader: "_Reader", executor: ThreadPoolExecutor) -> _Task:
+    """Makes the buffers of a parameter and has the readers fill them."""
+    boxes = _boxes(leaf, sharding)
     buffers = {box: _aligned([b - a for a, b in box], leaf.dtype) for box in set(boxes.values())}
-    futures = [
-        executor.submit(reader.fill, source, start, stop, targets)
+    futures = tuple(
+        executor.submit(reader.fill_all, source, blocks)
         for source in leaf.sources
-        for start, stop, targets in _blocks(source, leaf.dtype, buffers)
-    ]
-    _wait(futures)
-    shards = [jax.device_put(buffers[box], device) for device, box in boxes.items()]
-    array = jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
-    return jax.block_until_ready(array)  # the buffers of accelerators are free from here on
-
-
-def _wait(futures: Sequence[Future[None]]) -> None:
-    """Raises the first failure, and lets nothing queue behind it."""
-    try:
-        for f in futures:
-            f.result()
-    finally:
-        for f in futures:
-            f.cancel()
+        for blocks in _jobs(source, _blocks(source, leaf.dtype, buffers))
+    )
+    return _Task(leaf, sharding, boxes, buffers, futures, sum(b.nbytes for b in buffers.values()))
 
 
 def _box(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
@@ -169,9 +235,20 @@ def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     return raw[offset : offset + nbytes].view(dtype).reshape(shape)
 
 
-def _blocks(
-    source: Source, dtype: np.dtype, buffers: Mapping[Box, np.ndarray]
-) -> list[tuple[int, int, tuple[_Target, ...]]]:
+def _jobs(source: Source, blocks: Sequence[_Block]) -> Iterator[Sequence[_Block]]:
+    """The blocks of a piece in portions of up to about _DIRECT_BYTES of the file: what a thread takes at a time."""
+    row_bytes = source.weight.nbytes // source.piece.view[0]
+    job: list[_Block] = []
+    for start, stop, targets in blocks:
+        job.append((start, stop, targets))
+        if sum(b - a for a, b, _ in job) * row_bytes >= _DIRECT_BYTES:
+            yield job
+            job = []
+    if job:
+        yield job
+
+
+def _blocks(source: Source, dtype: np.dtype, buffers: Mapping[Box, np.ndarray]) -> list[_Block]:
     """Row blocks [start, stop) of a piece's view that some shard needs, each with the shards it goes to.
 
     A block never crosses the edge of a shard, so all of it goes to all of its targets.
@@ -221,6 +298,11 @@ class _Reader:
     rounding: Rounding
     bad: list[tuple[str, int, float]]  # INT4 scales that break the format: tensor, row, value; one for each block
 
+    def fill_all(self, source: Source, blocks: Sequence[_Block]) -> None:
+        """`fill` for one block after the other."""
+        for start, stop, targets in blocks:
+            self.fill(source, start, stop, targets)
+
     def fill(self, source: Source, start: int, stop: int, targets: Sequence[_Target]) -> None:
         """Reads the rows [start, stop) of a piece's view into its targets, converting to `dtype`."""
         unit = source.piece.rows_per_unit
@@ -265,26 +347,3 @@ def _dequantize_fp8(weight: np.ndarray, scale: np.ndarray, first_row: int, block
     row_blocks = (first_row + np.arange(weight.shape[0])) // block[0]
     per_row = scale.astype(np.float32)[row_blocks]  # [rows, ceil(in / block)]
     return weight.astype(np.float32) * np.repeat(per_row, block[1], axis=1)[:, : weight.shape[1]]
-
-
-@contextmanager
-def _progress_bar(shown: bool, total: int) -> Generator[Callable[[int], None]]:
-    """Yields `advance(bytes)`, which moves a bar on stderr where it is shown."""
-    if not shown:
-        yield lambda _: None
-        return
-    with _bar(Console(stderr=True)) as bar:
-        task = bar.add_task("loading weights", total=total)
-        yield lambda n: bar.advance(task, n)
-
-
-def _bar(console: Console, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """A bar that shows bytes of all bytes, bytes a second and the time left."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, get_time=clock)

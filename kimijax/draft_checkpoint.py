@@ -27,6 +27,7 @@ from .memory import FreeMemory, free_memory
 from .model import Tables
 from .names import Piece, Table, attention_pieces, mlp_pieces, parameters, viewed, whole
 from .safetensors_io import FilePool, TensorInfo
+from .startup_progress import Shown
 from .wiring import Wiring
 
 _FLOATS = ("BF16", "F16", "F32")
@@ -47,7 +48,7 @@ def load_draft(
     own_embed: bool = False,
     mesh: Mesh | None = None,
     dtype: Any = jnp.bfloat16,
-    progress: bool = False,
+    progress: Shown = False,
     threads: int = 8,
     free: FreeMemory = free_memory,
 ) -> Drafter:
@@ -65,7 +66,7 @@ def load_draft(
       own_embed: use an embedding in the files that differs from the target's.
       mesh: where the parameters go; None: the first device.
       dtype: bf16 or f32, of every float parameter.
-      progress: show GB, GB/s and time left on stderr.
+      progress: show GB, GB/s and time left on stderr, or on a display that is given.
       threads: readers at work at the same time.
       free: bytes that a device can still hold, None where that is unknown.
     Raises:
@@ -90,7 +91,14 @@ def load_draft(
     if table.keys() != flat.keys():
         raise ValueError(f"declaration and name table differ: {sorted(map(str, table.keys() ^ flat.keys()))}")
     leaves = {path: Leaf(path, p.get_value().shape, jnp.dtype(dtype), sources[path]) for path, p in flat.items()}
-    arrays = read_leaves(leaves, place(flat, mesh, free), rounding="reference", progress=progress, threads=threads)
+    arrays = read_leaves(
+        leaves,
+        place(flat, mesh, free),
+        rounding="reference",
+        progress=progress,
+        threads=threads,
+        what="loading the draft",
+    )
     fill(drafter, arrays)
     set_vocabulary(drafter, target_ids)
     borrow(drafter, target)

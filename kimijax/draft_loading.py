@@ -29,6 +29,7 @@ from .names import parameters
 from .probe import PROBE_FILE, Probe, check, replay, served_acceptance_warning
 from .sharding import parameter_sharding
 from .speculative_options import SpeculativeOptions
+from .startup_progress import Shown
 from .tokenizer import Tokenizer
 from .wiring import Wiring, default_taps
 
@@ -195,7 +196,7 @@ def load_drafter(
     target: Target,
     placement: Placement,
     *,
-    progress: bool = False,
+    progress: Shown = False,
 ) -> LoadedDraft:
     """The drafter's weights, checked by its probe.
 
@@ -204,7 +205,7 @@ def load_drafter(
       options: that `check_options` has passed.
       target: filled.
       placement: of the target.
-      progress: show GB, GB/s and time left on stderr.
+      progress: show GB, GB/s and time left on stderr, or on a display that is given.
     Raises:
       ConfigError, CheckpointError: as `load_draft`.
       WiringError: a draft that does not replay its probe.

@@ -59,11 +59,14 @@ def published_bytes(config: TargetConfig, table: Mapping[Path, tuple[Piece, ...]
     return out
 
 
-def published_vision(raw: Mapping[str, Any]) -> tuple[Skipped, ...]:
-    """MoonViT-3d and its projector, from `vision_config`; its fields are written with or without `vt_`."""
+def vision_tensors(raw: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the bf16 tensors of MoonViT-3d and its projector; empty without a `vision_config`.
+
+    Its fields are written with or without `vt_`.
+    """
     vision = raw.get("vision_config")
     if vision is None:
-        return ()
+        return {}
 
     def field(*names: str) -> Any:
         for name in names:
@@ -74,15 +77,32 @@ def published_vision(raw: Mapping[str, Any]) -> tuple[Skipped, ...]:
     d = field("vt_hidden_size", "hidden_size")
     f = field("vt_intermediate_size", "intermediate_size")
     layers = field("vt_num_hidden_layers", "num_hidden_layers")
-    positions = field("init_pos_emb_height", "pos_emb_height") * field("init_pos_emb_width", "pos_emb_width")
+    positions = field("init_pos_emb_height", "pos_emb_height"), field("init_pos_emb_width", "pos_emb_width")
     merged = d * math.prod(field("merge_kernel_size"))
-    out = field("text_hidden_size", "projection_dim")
-    norm = 2 * d
-    patch = 3 * field("patch_size") ** 2 * d + d + positions * d
-    block = 2 * norm + (3 * d * d + 3 * d) + (d * d + d) + (d * f + f) + (f * d + d)
-    projector = norm + (merged * merged + merged) + (merged * out + out)
-    params = patch + layers * block + norm + projector
-    return (Skipped("vision", params, params * _BF16_BYTES),)
+    text = field("text_hidden_size", "projection_dim")
+    patch = field("patch_size")
+    out: dict[str, tuple[int, ...]] = {}
+
+    def linear(name: str, *shape: int) -> None:
+        out[f"{name}.weight"], out[f"{name}.bias"] = shape, shape[:1]
+
+    linear("mm_projector.pre_norm", d)
+    linear("mm_projector.proj.0", merged, merged)
+    linear("mm_projector.proj.2", text, merged)
+    linear("vision_tower.patch_embed.proj", d, 3, patch, patch)
+    out["vision_tower.patch_embed.pos_emb.weight"] = (*positions, d)
+    for i in range(layers):
+        shapes = {"norm0": (d,), "norm1": (d,), "wqkv": (3 * d, d), "wo": (d, d), "mlp.fc0": (f, d), "mlp.fc1": (d, f)}
+        for name, shape in shapes.items():
+            linear(f"vision_tower.encoder.blocks.{i}.{name}", *shape)
+    linear("vision_tower.encoder.final_layernorm", d)
+    return out
+
+
+def published_vision(raw: Mapping[str, Any]) -> tuple[Skipped, ...]:
+    """What the vision tower and its projector take, from `vision_config`."""
+    params = sum(math.prod(shape) for shape in vision_tensors(raw).values())
+    return (Skipped("vision", params, params * _BF16_BYTES),) if params else ()
 
 
 def header_bytes(

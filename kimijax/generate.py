@@ -93,7 +93,9 @@ class LLM:
 
     def __repr__(self) -> str:
         c = self.config
-        where = f"{jax.devices()[0].device_kind}" + ("" if self._mesh is None else f" x {self._mesh.size}, {preset_on(self._mesh)}")
+        where = f"{jax.devices()[0].device_kind}" + (
+            "" if self._mesh is None else f" x {self._mesh.size}, {preset_on(self._mesh)}"
+        )
         return f"LLM({self.name!r}: {c.text_type}, {c.n_layers} layers, width {c.hidden}, on {where})"
 
     @functools.cached_property

@@ -12,6 +12,7 @@ from .engine.engine import Engine
 from .generate import LLM
 from .loader import load_tokenizer, model_directory, model_name, place
 from .speculative_options import SpeculativeOptions
+from .startup_progress import Shown
 
 DEFAULT_CONTEXT = 2048  # tokens of prompt and output, unless the model holds fewer or the caller asks otherwise
 
@@ -27,7 +28,8 @@ def load(
     devices: int = 1,
     preset: str = "tp",
     latent_norm_eps: float | None = None,
-    progress: bool = False,
+    progress: Shown = False,
+    direct: bool = False,
 ) -> LLM:
     """Load a checkpoint directory, or the embedded "nano".
 
@@ -46,7 +48,8 @@ def load(
       preset: how it is split: tp (heads, widths, vocabulary), ep (the same, but experts whole), dp-attention (requests
         and their cache, experts whole), dcp (as tp, and the cache by position).
       latent_norm_eps: eps of the q_a and kv_a norms; default rms_norm_eps, see `load_config`.
-      progress: show a progress bar on stderr.
+      progress: show on stderr how far it is, or on a display that is given.
+      direct: read the weights past the system's page cache; the file system must support it.
     Raises:
       ConfigError, WiringError, CheckpointError, TokenizerError, TemplateError: what does not fit, before anything is
         served; a draft that does not belong to this model too.
@@ -70,6 +73,7 @@ def load(
         dtype=placement.dtype,
         unpack_int4=placement.unpack_int4,
         progress=progress,
+        direct=direct,
     )
     loaded = None if speculation is None else load_drafter(files, speculation, model, placement, progress=progress)
     arrange_for_cpu(model, None if loaded is None else loaded.drafter, mesh=placement.mesh)

@@ -5,7 +5,9 @@ anything that asks JAX for a device.
 """
 
 import os
+import socket
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -90,17 +92,19 @@ def initialize(hosts: HostsConfig) -> None:
     """
     if not hosts.is_several:
         return
-    _set_xla_timeouts()
+    if hosts.host_id:
+        _wait_for(hosts)
+    set_xla_timeouts()
     # The only one that a CPU has between processes; of no concern to GPUs.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
-    timeouts = {
+    timeouts: dict[str, Any] = {
         "initialization_timeout": START_TIMEOUT,
         "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT,
         "shutdown_timeout_seconds": SHUTDOWN_TIMEOUT,
     }
     if hosts.num_hosts == "auto":
-        _check_slurm()
+        check_slurm()
         try:
             jax.distributed.initialize(local_device_ids=[], **timeouts)  # empty: no device is hidden
         except ValueError as e:
@@ -118,14 +122,32 @@ def initialize(hosts: HostsConfig) -> None:
         raise ConfigError("--coordinator", hosts.coordinator, expected, str(e)) from e
 
 
-def _set_xla_timeouts() -> None:
+def _wait_for(hosts: HostsConfig) -> None:
+    """Wait until something listens at the coordinator's address: JAX itself would abort where nothing ever does."""
+    assert hosts.coordinator is not None
+    host, _, port = hosts.coordinator.rpartition(":")
+    deadline = time.monotonic() + START_TIMEOUT
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+        except OSError as e:
+            if time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            expected = f"host 0 to listen there within {START_TIMEOUT} s"
+            fix = "start all hosts; the address must be reachable from each"
+            raise ConfigError("--coordinator", hosts.coordinator, expected, f"{fix} ({e})") from e
+        return
+
+
+def set_xla_timeouts() -> None:
     """Bound collectives, but for flags that the user has set. XLA reads them when the first device is asked for."""
     given = os.environ.get("XLA_FLAGS", "")
     flags = [f"--{name}={COLLECTIVE_TIMEOUT}" for name in _XLA_TIMEOUTS if f"--{name}=" not in given]
     os.environ["XLA_FLAGS"] = " ".join([given, *flags]).strip()
 
 
-def _check_slurm() -> None:
+def check_slurm() -> None:
     """ConfigError where SLURM runs more than one process of this step on a node: each would take all its devices."""
     tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")  # like 1(x4), or 2,1
     if {part.partition("(")[0] for part in tasks.split(",")} != {"1"}:

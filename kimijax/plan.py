@@ -1,319 +1,274 @@
 """What a model needs before any weight is read: `python -m kimijax.plan --model DIR_OR_CONFIG`.
 
-Parameters and file bytes by component, cache bytes per token, how each logical axis is sharded, and what each of N
-devices holds under tensor parallelism. Shapes come from the model's own declaration and its sharding table; file bytes
-from the safetensors headers where the directory has them, else from the published form that `config.json` describes
-(bf16, with INT4 experts or fp8 blocks where it says so).
+Bytes in the files and on each of N devices under every preset, and the tokens that the rest holds (`plan_weights`).
+With `--gpu` the time below which a step cannot be (`plan_roofline`), with `--compile` what the compiler makes of the
+engine's programs over as many virtual devices (`plan_compile`), with `--cuda` what XLA's GPU compiler makes of them
+(`plan_cuda`). How to read all of it: docs/plan.md.
 """
 
 import argparse
 import json
 import sys
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
 
 import jax.numpy as jnp
 from rich.console import Console
-from rich.table import Table
 
-from .checkpoint import CheckpointIndex, inspect, with_int4
-from .config import Int4Config, TargetConfig, load_config, read_json
+from .checkpoint import with_int4
+from .config import TargetConfig, load_config
+from .draft_config import load_draft_config
+from .draft_loading import declare_stand_in
+from .draft_record import read_record
+from .drafter import Drafter, declare_drafter
 from .errors import CheckpointError, ConfigError
-from .file_sizes import COMPONENTS, Skipped, component, header_bytes, published_bytes, published_vision
-from .memory import split_sizes
-from .model import declare_target
-from .names import Path, name_table, parameters
-from .quant import NIBBLES_PER_WORD
-from .safetensors_io import INDEX_FILE
-from .sharding import TABLE
+from .loader import Placement
+from .memory import Footprint
+from .names import parameters
+from .plan_compile import CompiledProgram, Sizes, ask_for_devices, compile_programs, cpu_mesh
+from .plan_cuda import MISSING, SMALL, CudaProgram, compile_for, is_available
+from .plan_gpus import GPUS, Gpu, find_gpu
+from .plan_report import (
+    axes_table,
+    cuda_lines,
+    presets_table,
+    program_lines,
+    programs_table,
+    roofline_notes,
+    roofline_table,
+    summary,
+    weights_table,
+)
+from .plan_roofline import Roofline, roofline
+from .plan_weights import DTYPES as DTYPES
+from .plan_weights import JAX_FRACTION as JAX_FRACTION
+from .plan_weights import Plan as Plan
+from .plan_weights import make_plan as make_plan
+from .plan_weights import make_plans
+from .sharding import PRESETS, Preset, preset_of
+from .wiring import Wiring
 
-JAX_FRACTION = 0.75  # of a GPU's memory, that JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
-DTYPES = ("bfloat16", "float32")
-
-
-@dataclass(frozen=True)
-class Component:
-    """One kind of weights, all layers together."""
-
-    name: str
-    params: int
-    file_bytes: int
-    sharded_bytes: int  # on the devices together, split over them
-    replicated_bytes: int  # on each device
-
-
-@dataclass(frozen=True)
-class Device:
-    """One of `devices` equal tensor-parallel devices. The latent cache has no head axis: each holds all of it."""
-
-    devices: int
-    memory_bytes: int
-    usable_bytes: int  # memory_bytes times the fraction that JAX may take
-    weight_bytes: int
-    expert_bytes: int  # of the weights: the device's part of the routed experts
-    other_sharded_bytes: int
-    replicated_bytes: int
-    cache_tokens: int  # whose latents alone would fill the rest, over all requests; 0 where the weights do not fit
-
-    @property
-    def fits(self) -> bool:
-        return self.weight_bytes <= self.usable_bytes
+STAND_IN = "stand-in"
+BATCHES = (1, 4, 8, 16, 32, 64)
+DRAFT_COUNTS = (0, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The answer. Bytes on devices are those of the parameters as they would be loaded, not as the files hold them."""
+class FullPlan:
+    """All that was asked for."""
 
-    model_type: str
-    source: str  # where file bytes come from: "headers" or "config"
-    dtype: str  # of float parameters and of the cache on the devices
-    int4: bool  # routed experts stay INT4 on the devices
-    components: tuple[Component, ...]
-    skipped: tuple[Skipped, ...]
-    active_params: int  # that one token's forward pass uses, both vocabulary matrices counted whole
-    cache_bytes_per_token: int  # latents and roped keys of all layers
-    max_positions: int
-    uncounted: tuple[str, ...]  # what the files may hold but the config does not give the size of
-    mesh_axes: Mapping[str, tuple[str, ...]]  # logical axis -> mesh axes; none: every device holds all of it
-    device: Device
+    preset: Preset
+    plans: dict[Preset, Plan | ConfigError]
+    draft_bytes: dict[Preset, int]  # of the drafter, on each device; empty: none was named
+    gpu: Gpu | None
+    steps: Roofline | None
+    sizes: Sizes
+    n_layers: int  # that were compiled
+    programs: tuple[CompiledProgram, ...]
+    cuda_gpu: Gpu | None
+    cuda: CudaProgram | None  # None beside `cuda_gpu`: no such compiler is installed
 
     @property
-    def params(self) -> int:
-        return sum(c.params for c in self.components)
+    def plan(self) -> Plan:
+        """Of the preset that was asked for. ConfigError: it does not divide the model."""
+        found = self.plans[self.preset]
+        if isinstance(found, ConfigError):
+            raise found
+        return found
 
-    @property
-    def text_bytes(self) -> int:
-        return sum(c.file_bytes for c in self.components)
-
-    @property
-    def total_bytes(self) -> int:
-        """Of all tensors in the files, skipped ones too."""
-        return self.text_bytes + sum(s.file_bytes for s in self.skipped)
+    def beside(self, preset: Preset) -> int:
+        """Bytes on a device beside weights and cache: the drafter, and temporaries where they are known."""
+        temporaries = max((p.temporaries for p in self.programs), default=0) if preset == self.preset else 0
+        return self.draft_bytes.get(preset, 0) + temporaries
 
     def to_json(self) -> dict[str, Any]:
-        """All fields, and the sums."""
-        device = {**asdict(self.device), "fits": self.device.fits}
-        sums = {"params": self.params, "text_bytes": self.text_bytes, "total_bytes": self.total_bytes}
-        full = {"full_context_cache_bytes": self.cache_bytes_per_token * self.max_positions}
-        return {**asdict(self), **sums, **full, "device": device}
+        """The preset's plan, and a key for each further part."""
+        out = self.plan.to_json()
+        presets: dict[str, dict[str, Any]] = {}
+        for preset, x in self.plans.items():
+            if isinstance(x, ConfigError):
+                presets[preset] = {"error": str(x)}
+            else:
+                tokens = x.device.cache_tokens_beside(self.beside(preset))
+                presets[preset] = {**x.to_json()["device"], "cache_tokens_beside_all": tokens}
+        out |= {"presets": presets, "draft_bytes": self.draft_bytes}
+        if self.gpu is not None and self.steps is not None:
+            rows = [asdict(s) | {"seconds": s.seconds(self.gpu)} for s in self.steps.steps]
+            out["roofline"] = {"gpu": asdict(self.gpu), "cached": self.steps.cached, "steps": rows}
+        if self.programs:
+            rows = [p.to_json() for p in self.programs]
+            out["compiled"] = {"layers": self.n_layers, "sizes": asdict(self.sizes), "programs": rows}
+        if self.cuda_gpu is not None:
+            out["cuda"] = {"skipped": MISSING} if self.cuda is None else _cuda_json(self.cuda)
+        return out
 
 
-def make_plan(
-    path: str | FilePath,
-    *,
-    memory_bytes: int = 141_000_000_000,
-    devices: int = 8,
-    fraction: float = JAX_FRACTION,
-    dtype: str = "bfloat16",
-    unpack_int4: bool = False,
-) -> Plan:
-    """Plans for a checkpoint directory, or for a `config.json` alone.
+def _cuda_json(found: CudaProgram) -> dict[str, Any]:
+    launches = {"program": found.launches(found.thunks), "layer": found.launches(found.per_layer)}
+    return {"layers": found.n_layers, "program": found.program.to_json(), "launches": launches}
+
+
+def read_drafter(draft: str | None, target: TargetConfig, dtype: Any) -> Drafter:
+    """A draft declared from its configuration alone, no weights read; None, or stand-in: a head of the published size.
 
     Args:
-      path: the directory or the JSON file.
-      memory_bytes: of one device.
-      devices: in the tensor-parallel group.
-      fraction: of a device's memory that JAX may take, for weights, cache and everything else.
-      dtype: of the float parameters as loaded, and of the cache: bfloat16 or float32 (what a CPU loads by default).
-      unpack_int4: INT4 experts become floats of `dtype` when they are loaded, as they do on a CPU.
+      draft: its directory, or its `config.json`.
+      target: the model that it is for.
+      dtype: of the declaration.
     Raises:
-      ConfigError: the config or a setting is not supported, or a split dimension is no multiple of `devices`.
-      CheckpointError: files are missing or faulty, or their tensors are not those of the config.
+      ConfigError: it cannot be that target's.
     """
-    path = FilePath(path)
-    _check_settings(memory_bytes, devices, fraction, dtype)
-    config, raw = load_config(path), read_json(path if path.suffix == ".json" else path / "config.json")
-    index = _index(path)
-    stored = isinstance(config.quantization, Int4Config) if index is None else index.int4
-    config = with_int4(config) if stored else config
-    table = name_table(config, int4=stored)
-    if index is None:
-        file_bytes, skipped = published_bytes(config, table), published_vision(raw)
-    else:
-        file_bytes, skipped = header_bytes(index, config, table)
-    int4 = stored and not unpack_int4
-    components = _components(config, jnp.dtype(dtype), int4, devices, file_bytes)
-    cache = config.n_layers * config.latent_dim * jnp.dtype(dtype).itemsize
-    return Plan(
-        model_type=config.model_type,
-        source="config" if index is None else "headers",
-        dtype=dtype,
-        int4=int4,
-        components=components,
-        skipped=skipped,
-        active_params=sum(c.params for c in components) - _idle_params(config, components),
-        cache_bytes_per_token=cache,
-        max_positions=config.max_positions,
-        uncounted=_uncounted(config) if index is None else (),
-        mesh_axes=dict(TABLE),
-        device=_device(components, cache, memory_bytes, devices, fraction),
-    )
+    if draft is None or draft == STAND_IN:
+        return declare_stand_in(target, dtype)
+    path = FilePath(draft)
+    record = read_record(path.parent if path.suffix == ".json" else path)
+    wiring = Wiring.default(target.n_layers, target.hidden) if record is None else record.contract.wiring
+    wiring.check_target(target.n_layers, target.hidden)
+    config = load_draft_config(path, wiring)
+    if config.vocab_size != target.vocab_size:
+        raise ConfigError("draft vocab_size", config.vocab_size, f"{target.vocab_size}, the target's")
+    embeds = config.hidden != config.target_hidden
+    return declare_drafter(config, wiring, dtype=jnp.dtype(dtype), own_embed=embeds)
 
 
-def _check_settings(memory_bytes: int, devices: int, fraction: float, dtype: str) -> None:
-    for field, value in (("devices", devices), ("memory", memory_bytes)):
-        if value <= 0:
-            raise ConfigError(field, value, "a positive number")
-    if not 0 < fraction <= 1:
-        raise ConfigError("fraction", fraction, "a number above 0, at most 1")
-    if dtype not in DTYPES:
-        raise ConfigError("dtype", dtype, " or ".join(DTYPES))
-
-
-def _components(
-    config: TargetConfig, dtype: jnp.dtype, int4: bool, devices: int, file_bytes: Counter[str]
-) -> tuple[Component, ...]:
-    """The declaration's parameters and their bytes on devices, by component."""
-    params, sharded, replicated = Counter[str](), Counter[str](), Counter[str]()
-    for path, param in parameters(declare_target(config, dtype=dtype, int4=int4)).items():
-        struct, name = param.get_value(), component(path)
-        if not str(path[-1]).endswith("_scale"):
-            params[name] += struct.size * (NIBBLES_PER_WORD if str(path[-1]).endswith("_packed") else 1)
-        split = _is_split(path, struct.shape, param.get_metadata()["axes"], devices)
-        (sharded if split else replicated)[name] += struct.size * struct.dtype.itemsize
-    return tuple(Component(n, params[n], file_bytes[n], sharded[n], replicated[n]) for n in COMPONENTS if params[n])
-
-
-def _idle_params(config: TargetConfig, components: tuple[Component, ...]) -> int:
-    """Parameters of the experts that one token does not choose."""
-    if config.moe is None:
-        return 0
-    routed = sum(c.params for c in components if c.name == "routed experts")
-    return routed * (config.moe.n_experts - config.moe.n_chosen) // config.moe.n_experts
-
-
-def _uncounted(config: TargetConfig) -> tuple[str, ...]:
-    if config.n_mtp_layers == 0:
-        return ()
-    return (f"{config.n_mtp_layers} multi-token-prediction layer(s): in the files, never loaded",)
-
-
-def _is_split(path: Path, shape: tuple[int, ...], axes: tuple[str, ...], devices: int) -> bool:
-    """Whether the sharding table splits a parameter over the devices; refuses a split that does not come out even."""
-    sizes = split_sizes(axes, shape, "tp")
-    for axis, size in sizes.items():
-        if size % devices:
-            where = ".".join(map(str, path))
-            raise ConfigError("devices", devices, f"a divisor of {axis} ({size}) of {where}", "use fewer devices")
-    return bool(sizes)
-
-
-def _device(components: tuple[Component, ...], cache: int, memory: int, devices: int, fraction: float) -> Device:
-    experts = sum(c.sharded_bytes for c in components if c.name == "routed experts") // devices
-    others = sum(c.sharded_bytes for c in components if c.name != "routed experts") // devices
-    replicated = sum(c.replicated_bytes for c in components)
-    usable = int(memory * fraction)
-    weights = experts + others + replicated
-    return Device(devices, memory, usable, weights, experts, others, replicated, max(0, usable - weights) // cache)
-
-
-def _index(path: FilePath) -> CheckpointIndex | None:
-    """The headers of a directory that has safetensors files, or claims to."""
-    if not path.is_dir() or not (any(path.glob("*.safetensors")) or (path / INDEX_FILE).exists()):
-        return None
-    index = inspect(path)
-    if index.problems:
-        raise CheckpointError("\n".join([f"{path}: the headers cannot be counted", *index.problems]))
-    return index
-
-
-def render(plan: Plan) -> Table:
-    """The plan as a table."""
-    table = Table(title=f"{plan.model_type}: file bytes from {plan.source}", show_footer=True)
-    table.add_column("component", "text model")
-    footers = {
-        "parameters": f"{plan.params:,}",
-        "file GB": f"{plan.text_bytes / 1e9:,.2f}",
-        "GB/device": f"{plan.device.weight_bytes / 1e9:,.2f}",
-        "replicated": f"{plan.device.replicated_bytes / 1e9:,.2f}",
-    }
-    for header, footer in footers.items():
-        table.add_column(header, footer, justify="right", no_wrap=True)
-    for c in plan.components:
-        held = c.sharded_bytes / plan.device.devices + c.replicated_bytes
-        sizes = (c.file_bytes, held, c.replicated_bytes)
-        table.add_row(c.name, f"{c.params:,}", *(f"{s / 1e9:,.2f}" for s in sizes))
-    for s in plan.skipped:
-        table.add_row(f"{s.name} (skipped)", f"{s.params:,}", f"{s.file_bytes / 1e9:,.2f}", "", "")
-    return table
-
-
-def render_axes(plan: Plan) -> Table:
-    """Where each logical axis of parameters and activations lives."""
-    table = Table(title=f"mesh: data 1, tensor {plan.device.devices}")
-    for header in ("logical axis", "mesh axis"):
-        table.add_column(header, no_wrap=True)
-    for axis, names in plan.mesh_axes.items():
-        table.add_row(axis, ", ".join(names) or "none: on every device")
-    return table
-
-
-def summary(plan: Plan) -> list[str]:
-    """What the tables do not say, a line each."""
-    d = plan.device
-    loaded = f"{plan.dtype}, routed experts as INT4" if plan.int4 else plan.dtype
-    lines = [
-        f"files: {plan.total_bytes:,} bytes = {plan.total_bytes / 1e9:,.2f} GB",
-        f"loaded as {loaded}: {d.weight_bytes / 1e9:,.2f} GB on each of {d.devices} device(s)",
-        f"active parameters a token: {plan.active_params:,}",
-        f"cache: {plan.cache_bytes_per_token:,} bytes a token ({plan.dtype}), "
-        f"{plan.cache_bytes_per_token * plan.max_positions / 1e9:,.2f} GB for {plan.max_positions:,} tokens",
-    ]
-    lines += [f"not counted: {what}" for what in plan.uncounted]
-    what = f"{d.devices} device(s) of {d.memory_bytes / 1e9:,.0f} GB, {d.usable_bytes / 1e9:,.1f} GB of each usable"
-    if d.fits:
-        lines.append(
-            f"{what}: the rest holds at most {d.cache_tokens:,} cached tokens in all, in latent pages alone: "
-            "activations and compiled programs take some of it"
-        )
-    else:
-        lines.append(f"{what}: DOES NOT FIT, the weights alone need {d.weight_bytes / 1e9:,.2f} GB of each")
-    return lines
+def on_layers(drafter: Drafter, n_layers: int) -> Drafter:
+    """The same head on a target with fewer layers: its taps are spread over them."""
+    wiring, n = drafter.wiring, len(drafter.wiring.taps)
+    if wiring.target_layers == n_layers:
+        return drafter
+    if n_layers + 1 < n:
+        raise ConfigError("layers", n_layers, f"at least {n - 1}: the drafter reads {n} residual streams")
+    taps = tuple(i * n_layers // max(1, n - 1) for i in range(n))
+    c = drafter.config
+    moved = Wiring(taps, n_layers, wiring.target_hidden)
+    return declare_drafter(c, moved, dtype=drafter.dtype, own_embed=c.hidden != c.target_hidden)
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser("python -m kimijax.plan", description="Memory of a model, before it is loaded.")
+    p = argparse.ArgumentParser("python -m kimijax.plan", description="What a model needs, before it is loaded.")
     p.add_argument("--model", required=True, help="checkpoint directory, or a config.json")
     p.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    p.add_argument("--memory-gb", type=float, default=141.0, help="of one device, in 10^9 bytes (default: H200)")
-    p.add_argument("--devices", type=int, default=8, help="tensor-parallel devices")
+    p.add_argument("--devices", type=int, default=8, help="of the group that serves (default: %(default)s)")
+    p.add_argument("--preset", default="tp", help=f"how they lie: {', '.join(PRESETS)} (default: %(default)s)")
+    p.add_argument("--memory-gb", type=float, help="of one device, in 10^9 bytes (default: the GPU's, or H200's 141)")
     fraction = "of a device's memory that JAX may take, for weights, cache and everything else; the default is what it "
     fraction += "takes of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise (default: %(default)s)"
     p.add_argument("--fraction", type=float, default=JAX_FRACTION, help=fraction)
     p.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the loaded floats; CPUs load float32")
     p.add_argument("--unpack-int4", action="store_true", help="INT4 experts become floats, as they do on CPUs")
+    p.add_argument("--draft", help=f"a draft's directory or config.json, or {STAND_IN}: a head of the published size")
+    names = ", ".join(GPUS)
+    p.add_argument("--gpu", help=f"print the floor of a step on it: {names}")
+    p.add_argument("--batch", type=int, nargs="+", default=BATCHES, help="requests, for --gpu (default: %(default)s)")
+    k = "k of a chain, for --gpu (default: %(default)s); the largest is compiled"
+    p.add_argument("--draft-tokens", type=int, nargs="+", default=DRAFT_COUNTS, help=k)
+    p.add_argument("--context", type=int, default=4096, help="tokens of each request (default: %(default)s)")
+    p.add_argument("--compile", action="store_true", help="compile the engine's programs over virtual devices")
+    p.add_argument("--cuda", metavar="GPU", help="compile a decoding step with XLA's GPU compiler (extra aot)")
+    p.add_argument("--compile-batch", type=int, default=8, help="requests of what is compiled (default: %(default)s)")
+    p.add_argument("--compile-drafts", type=int, default=3, help="k of what is compiled (default: %(default)s)")
+    p.add_argument("--chunk", type=int, default=512, help="prompt tokens of what is compiled (default: %(default)s)")
+    p.add_argument("--layers", type=int, help="compile so many layers only")
     return p
+
+
+def full_plan(args: argparse.Namespace) -> FullPlan:
+    """What the command line asks for.
+
+    Raises:
+      ConfigError, CheckpointError: the model or the settings cannot be planned for.
+    """
+    gpu = None if args.gpu is None else find_gpu(args.gpu)
+    cuda_gpu = None if args.cuda is None else find_gpu(args.cuda)
+    preset = preset_of(args.preset, args.devices)
+    memory = int(args.memory_gb * 1e9) if args.memory_gb is not None else (gpu or GPUS["H200"]).memory
+    plans = make_plans(
+        args.model,
+        PRESETS,
+        memory_bytes=memory,
+        devices=args.devices,
+        fraction=args.fraction,
+        dtype=args.dtype,
+        unpack_int4=args.unpack_int4,
+    )
+    sizes = Sizes(args.compile_batch, args.context, args.chunk, args.compile_drafts)
+    empty = FullPlan(preset, plans, {}, gpu, None, sizes, 0, (), cuda_gpu, None)
+    plan = empty.plan
+    target = load_config(args.model)
+    target = with_int4(target) if plan.int4 else target
+    drafter = read_drafter(args.draft, target, args.dtype)
+    draft_bytes: dict[Preset, int] = {}
+    if args.draft is not None:
+        draft_bytes = {p: Footprint.of(parameters(drafter), p).on_each(args.devices) for p in PRESETS}
+    steps = None
+    if gpu is not None:
+        where = Placement(None, jnp.dtype(args.dtype), unpack_int4=args.unpack_int4)
+        counts = sorted({0, *args.draft_tokens})
+        steps = roofline(
+            target, plan, drafter, None, where, cached=args.context, batches=args.batch, draft_counts=counts
+        )
+    n_layers = args.layers or target.n_layers
+    if not 1 <= n_layers <= target.n_layers:
+        raise ConfigError("layers", n_layers, f"1 to {target.n_layers}, the model's")
+    shorter = replace(target, n_layers=n_layers)
+    programs, cuda = (), None
+    form: dict[str, Any] = {"dtype": jnp.dtype(args.dtype), "int4": plan.int4}
+    if args.compile:
+        head = on_layers(drafter, n_layers)
+        mesh = cpu_mesh(args.devices, preset)
+        programs = compile_programs(shorter, head, sizes, mesh, with_drafts=args.draft is not None, **form)
+    if cuda_gpu is not None and is_available():
+        if n_layers <= SMALL:
+            raise ConfigError("layers", n_layers, f"more than {SMALL}: what a layer adds is told by two stacks")
+        cuda = compile_for(cuda_gpu, shorter, sizes, args.devices, preset, **form)
+    return replace(empty, draft_bytes=draft_bytes, steps=steps, n_layers=n_layers, programs=programs, cuda=cuda)
+
+
+def show(found: FullPlan, console: Console) -> None:
+    """All parts, as tables and lines."""
+    plan, d = found.plan, found.plan.device
+    console.print(weights_table(plan))
+    console.print(axes_table(plan))
+    console.print(presets_table(found.plans, {p: found.beside(p) for p in PRESETS}))
+    lines = [f"{p}: cannot be: {x}" for p, x in found.plans.items() if isinstance(x, ConfigError)]
+    lines += summary(plan)
+    if found.draft_bytes:
+        lines.append(f"drafter: {found.draft_bytes[found.preset] / 1e9:,.2f} GB on each device")
+    _lines(console, lines)
+    if found.gpu is not None and found.steps is not None:
+        console.print(roofline_table(found.steps, found.gpu, d.devices, d.preset))
+        _lines(console, roofline_notes(found.gpu))
+    if found.programs:
+        console.print(programs_table(found.programs, found.n_layers, found.sizes))
+        tokens, beside = d.cache_tokens_beside(found.beside(found.preset)), found.beside(found.preset)
+        told = f"beside {beside / 1e9:,.2f} GB of drafter and temporaries the rest holds {tokens:,} tokens in all"
+        _lines(console, [*program_lines(found.programs), told])
+    if found.cuda_gpu is not None:
+        _lines(console, [MISSING] if found.cuda is None else cuda_lines(found.cuda, found.cuda_gpu))
+
+
+def _lines(console: Console, lines: list[str]) -> None:
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code (2: the model or the settings cannot be planned for)."""
     args = parser().parse_args(argv)
     try:
-        plan = make_plan(
-            args.model,
-            memory_bytes=int(args.memory_gb * 1e9),
-            devices=args.devices,
-            fraction=args.fraction,
-            dtype=args.dtype,
-            unpack_int4=args.unpack_int4,
-        )
+        found = full_plan(args)
+        if args.json:
+            print(json.dumps(found.to_json(), indent=2))
+        else:
+            show(found, Console(width=None if sys.stdout.isatty() else 130))
     except (ConfigError, CheckpointError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    if args.json:
-        print(json.dumps(plan.to_json(), indent=2))
-        return 0
-    console = Console()
-    console.print(render(plan))
-    console.print(render_axes(plan))
-    for line in summary(plan):
-        console.print(line, highlight=False, soft_wrap=True)
     return 0
 
 
 if __name__ == "__main__":
+    ask_for_devices(parser().parse_args().devices)
     sys.exit(main())

@@ -6,16 +6,19 @@ little-endian, fill the data part without holes, and need not be aligned. Readin
 of the caller's, never through a memory map: what was read does not count as resident memory twice.
 """
 
+import errno
 import json
 import math
+import mmap
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 
 import ml_dtypes
@@ -42,6 +45,9 @@ DTYPES: dict[str, np.dtype] = {
 }
 INDEX_FILE = "model.safetensors.index.json"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_SECTOR = 4096  # what direct reads are aligned to: the largest logical block of today's disks
+_DIRECT_BLOCK = 8 << 20  # bytes of one direct read, a multiple of _SECTOR
 
 # The limit of the format's own library: a length beyond it means that the file is not a safetensors file.
 _MAX_HEADER = 100_000_000
@@ -135,12 +141,39 @@ def _parse_entry(file: Path, name: str, entry: Any, data_start: int) -> TensorIn
     return info
 
 
-class FilePool:
-    """Open files, read at any offset by several threads at once. A context manager: leaving it closes the files."""
+def _not_direct(file: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{file}: found a file system that cannot read it directly, expected one with O_DIRECT; load without direct "
+        "reads, or copy the files to a local disk"
+    )
+
+
+def _direct_flag(file: Path) -> int:
+    """O_DIRECT. CheckpointError: the system has none."""
+    if sys.platform != "linux":
+        raise _not_direct(file)
+    return os.O_DIRECT
+
+
+class _Block(local):
+    """Memory of a thread's own, of _DIRECT_BLOCK bytes; a memory map begins at a page."""
 
     def __init__(self) -> None:
+        self.memory = mmap.mmap(-1, _DIRECT_BLOCK)
+
+
+class FilePool:
+    """Open files, read at any offset by several threads at once. A context manager: leaving it closes the files.
+
+    With `direct`, reads pass by the system's page cache (O_DIRECT), through an aligned block of _DIRECT_BLOCK bytes for
+    each thread, and what was cached stays so. The file system must support that: the first read tells.
+    """
+
+    def __init__(self, *, direct: bool = False) -> None:
+        self._direct = direct
         self._open: dict[Path, int] = {}
         self._lock = Lock()
+        self._block = _Block()
 
     def __enter__(self) -> "FilePool":
         return self
@@ -154,19 +187,48 @@ class FilePool:
         """Fills `out` (C-contiguous) with the bytes of the tensor from its byte `start` on.
 
         Raises:
-          CheckpointError: the file ends before `out` is full (it was cut after its header was read).
+          CheckpointError: the file ends before `out` is full (it was cut after its header was read), or cannot be read
+            directly.
         """
-        with self._lock:
-            fd = self._open.get(info.file)
-            if fd is None:
-                fd = self._open[info.file] = os.open(info.file, os.O_RDONLY | os.O_CLOEXEC)
+        fd = self._file(info.file)
         view = memoryview(out.reshape(-1).view(np.uint8))
         at = info.begin + start
         while view:
-            n = os.preadv(fd, [view], at)
+            n = self._read_direct(fd, info.file, view, at) if self._direct else os.preadv(fd, [view], at)
             if n == 0:
                 raise CheckpointError(f"{info.file}: ends at byte {at}, inside {info.name}: truncated while in use")
             view, at = view[n:], at + n
+
+    def _file(self, file: Path) -> int:
+        with self._lock:
+            fd = self._open.get(file)
+            if fd is None:
+                flags = os.O_RDONLY | os.O_CLOEXEC
+                if self._direct:
+                    flags |= _direct_flag(file)
+                try:
+                    fd = self._open[file] = os.open(file, flags)
+                except OSError as e:
+                    if self._direct and e.errno == errno.EINVAL:
+                        raise _not_direct(file) from e
+                    raise
+            return fd
+
+    def _read_direct(self, fd: int, file: Path, view: memoryview, at: int) -> int:
+        """Reads some of the bytes from `at` on into `view`, by whole sectors; how many, 0 at the end of the file."""
+        first = at % _SECTOR
+        wanted = min(-(-(first + len(view)) // _SECTOR) * _SECTOR, _DIRECT_BLOCK)
+        with memoryview(self._block.memory) as block:
+            try:
+                found = os.preadv(fd, [block[:wanted]], at - first)
+            except OSError as e:
+                if e.errno == errno.EINVAL:
+                    raise _not_direct(file) from e
+                raise
+            n = max(min(found - first, len(view)), 0)
+            # NumPy copies without holding up the other threads, a memoryview does not
+            np.frombuffer(view, np.uint8, n)[...] = np.frombuffer(block, np.uint8, n, first)
+        return n
 
     def read(self, info: TensorInfo, rows: slice = slice(None)) -> np.ndarray:
         """The tensor's rows `rows` (along its first dimension), as a new array of its own dtype."""
@@ -193,6 +255,18 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def _header(tensors: Sequence[TensorSpec]) -> bytes:
+    """The first bytes of a file of tensors, up to the data."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for t in tensors:
+        header[t.name] = {"dtype": _NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [end, end + t.nbytes]}
+        end += t.nbytes
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)  # keeps the data aligned for readers that map the file
+    return struct.pack("<Q", len(raw)) + raw
+
+
 def write_file(file: Path, tensors: Sequence[TensorSpec], arrays: Iterable[np.ndarray]) -> None:
     """Writes one safetensors file and flushes it to the disk, holding one array at a time.
 
@@ -201,26 +275,40 @@ def write_file(file: Path, tensors: Sequence[TensorSpec], arrays: Iterable[np.nd
       tensors: what the header declares.
       arrays: the data, in the same order, each of the declared dtype and shape.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for t in tensors:
-        header[t.name] = {
-            "dtype": _NAMES[t.dtype],
-            "shape": list(t.shape),
-            "data_offsets": [end, end + t.nbytes],
-        }
-        end += t.nbytes
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)  # keeps the data aligned for readers that map the file
 
     def write(f: Any) -> None:
-        f.write(struct.pack("<Q", len(raw)) + raw)
+        f.write(_header(tensors))
         for t, array in zip(tensors, arrays, strict=True):
-            if array.dtype != t.dtype or array.shape != t.shape:
-                raise ValueError(f"{t.name}: found {array.dtype} {array.shape}, declared {t.dtype} {t.shape}")
+            _check_array(t, array)
             f.write(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
 
     write_synced(file, write)
+
+
+def write_sparse_file(file: Path, tensors: Sequence[TensorSpec], arrays: Mapping[str, np.ndarray]) -> None:
+    """As `write_file`, but only the tensors of `arrays` are written: the others read as zeros and take no disk space.
+
+    Args:
+      file, tensors: as for `write_file`.
+      arrays: by name.
+    """
+
+    def write(f: Any) -> None:
+        f.write(_header(tensors))
+        for t in tensors:
+            if t.name in arrays:
+                _check_array(t, arrays[t.name])
+                f.write(memoryview(np.ascontiguousarray(arrays[t.name]).reshape(-1).view(np.uint8)))
+            else:
+                f.seek(t.nbytes, os.SEEK_CUR)
+        f.truncate()
+
+    write_synced(file, write)
+
+
+def _check_array(spec: TensorSpec, array: np.ndarray) -> None:
+    if array.dtype != spec.dtype or array.shape != spec.shape:
+        raise ValueError(f"{spec.name}: found {array.dtype} {array.shape}, declared {spec.dtype} {spec.shape}")
 
 
 def write_synced(file: Path, write: Callable[[Any], None]) -> None:

@@ -6,6 +6,7 @@ from serve import check as check
 from serve import config as config
 from serve import errors as errors
 from serve import formats as formats
+from serve import hosts as hosts
 from serve import logprobs as logprobs
 from serve import openai_schema as openai_schema
 from serve import prepare as prepare

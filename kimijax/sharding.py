@@ -103,7 +103,7 @@ def abstract_mesh(devices: int, *, data: int = 1, preset: Preset = "tp") -> Abst
 
 def preset_on(mesh: AnyMesh) -> Preset:
     """The preset that a mesh has; `tp` where its groups are single devices. ConfigError: a mixture of several."""
-    found = [preset for preset, axis in PRESETS.items() if mesh.shape[axis] > 1]
+    found: list[Preset] = [preset for preset, axis in PRESETS.items() if mesh.shape[axis] > 1]
     if len(found) > 1:
         raise ConfigError("mesh", dict(mesh.shape), f"devices on one axis of {', '.join(PRESETS.values())}")
     return found[0] if found else "tp"

@@ -115,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return follow(config)
         if config.check:
             print(check(config), flush=True)
+            if group is not None:
+                group.end(0, at_once=True)
             return 0
         kept = use_compilation_cache(config)
         listener = bind(config.host, config.port)

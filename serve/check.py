@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import kimijax
 from kimijax.errors import ConfigError
 from kimijax.loader import Placement, model_name, place
-from kimijax.plan import Plan
+from kimijax.plan_roofline import Roofline, roofline
+from kimijax.plan_weights import Plan
 from kimijax.safetensors_io import INDEX_FILE
-from kimijax.serving_plan import MemoryPlan, Roofline, plan_memory, roofline
+from kimijax.serving_plan import MemoryPlan, plan_memory
+from kimijax.sharding import preset_of
 
 from .config import DEFAULT_COMPILATION_CACHE, ServerConfig
 from .speculation_flags import FLAGS, NOT_SETTINGS, flag_name
@@ -32,7 +34,7 @@ def check(config: ServerConfig) -> str:
     Raises:
       ConfigError, CheckpointError, TokenizerError, TemplateError: what would keep a server from starting.
     """
-    n_devices = len(jax.devices())
+    n_devices, preset = len(jax.devices()), preset_of(config.preset, config.tp)
     here = config.tp <= n_devices
     if here:
         placement = place(DTYPES[config.dtype], config.tp, config.preset)
@@ -44,7 +46,14 @@ def check(config: ServerConfig) -> str:
         check_weights(config, found)
     try:
         memory, weights = plan_memory(
-            found.directory, found.engine, found.drafter, found.speculation, placement, config.tp, here=here
+            found.directory,
+            found.engine,
+            found.drafter,
+            found.speculation,
+            placement,
+            config.tp,
+            preset=preset,
+            here=here,
         )
     except ConfigError as error:
         if error.field != "devices":

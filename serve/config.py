@@ -17,7 +17,7 @@ from kimijax.errors import ConfigError
 from kimijax.layer_ids import CONVENTIONS
 from kimijax.loading import DEFAULT_CONTEXT
 from kimijax.multihost import HostsConfig, hosts_value
-from kimijax.plan import JAX_FRACTION
+from kimijax.plan_weights import JAX_FRACTION
 
 from .speculation_flags import SpeculationFlags, flag_name
 

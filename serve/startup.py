@@ -29,6 +29,7 @@ from kimijax.loader import Placement, load_tokenizer, model_directory, place
 from kimijax.names import parameters
 from kimijax.serving_plan import plan_memory
 from kimijax.speculative_options import SpeculativeOptions
+from kimijax.startup_progress import Shown, StartProgress
 from kimijax.teacher_forced import Text
 from kimijax.tokenizer import Tokenizer
 from kimijax.wiring import WiringError
@@ -217,9 +218,12 @@ def use_compilation_cache(config: ServerConfig) -> Path | None:
     return folder
 
 
-def load_llm(config: ServerConfig, found: Resolved) -> LLM:
+def load_llm(config: ServerConfig, found: Resolved, progress: Shown = True) -> LLM:
     """Load the weights; the same on every host.
 
+    Args:
+      config, found: what to load.
+      progress: where to show how far it is.
     Raises:
       WiringError: a draft that target and drafter do not reproduce.
     """
@@ -233,7 +237,7 @@ def load_llm(config: ServerConfig, found: Resolved) -> LLM:
         devices=config.tp,
         preset=config.preset,
         latent_norm_eps=config.latent_norm_eps,
-        progress=True,
+        progress=progress,
     )
 
 
@@ -249,15 +253,22 @@ def load_service(
     Raises:
       WiringError: a draft that target and drafter do not reproduce, or that runs otherwise than it was trained.
     """
-    llm = load_llm(config, found)
-    if leader is not None:
-        llm.engine.lead(leader)
+    with StartProgress(log.info) as progress:
+        llm = load_llm(config, found, progress)
+        if leader is not None:
+            llm.engine.lead(leader)
+        llm.engine.warm_up(progress)
+        with progress.stage("warming up"):
+            audit_draft(llm, found.placement, text)
+            service = _make_service(config, found, llm, leader)
+        progress.ready()
+    return service, llm
+
+
+def _make_service(config: ServerConfig, found: Resolved, llm: LLM, leader: Leader | None) -> Service:
+    """What serves a model that is loaded and warm; its engine's thread runs."""
     if llm.tokenizer is None:
         raise TokenizerError(f"{config.model_path}: the tokenizer files vanished while the server started")
-    started = time.monotonic()
-    llm.engine.warm_up(log.info)
-    log.info("warm-up took %.1f s", time.monotonic() - started)
-    audit_draft(llm, found.placement, text)
     service = Service(
         name=config.served_model_name or llm.name,
         engine=llm.engine,
@@ -274,7 +285,7 @@ def load_service(
     # All that is loaded stays: the collector need not walk through it, tens of milliseconds in the middle of a step.
     gc.collect()
     gc.freeze()
-    return service, llm
+    return service
 
 
 def audit_draft(llm: LLM, placement: Placement, make_text: MakeText = text_of_target) -> None:

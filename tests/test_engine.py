@@ -6,7 +6,9 @@ programs serves every test here but the last: engines with other chunk sizes, bu
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import io
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 from kimijax import checkpoint
 from kimijax.config import load_config
@@ -23,6 +26,7 @@ from kimijax.engine.request import Request, Sampling
 from kimijax.errors import RequestError
 from kimijax.model import Target
 from kimijax.sharding import make_mesh
+from kimijax.startup_progress import Report, StartProgress
 
 from . import golden, reference
 from .engine_cases import Answer, check, quickly_compiled, serve, serve_one, step_often, variant
@@ -43,6 +47,19 @@ def greedy_tokens(prompt: tuple[int, ...], n: int = 10) -> list[int]:
         logits = reference.forward(FAMILY, golden.hf_weights(FAMILY), sequence).logits[-1]
         sequence.append(int(np.argmax(logits[:N_TOKENS])))
     return sequence[len(prompt) :]
+
+
+class Reports(StartProgress):
+    """What the engine says while it compiles."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: None, console=Console(file=io.StringIO()))
+        self.lines: list[str] = []
+
+    @contextmanager
+    def counting(self, name: str, things: str) -> Generator[Report]:
+        assert things == "programs"
+        yield lambda what, i, n: self.lines.append(f"{name} {i} of {n}: {what}")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,9 +83,9 @@ def load(directory: Path, mesh: jax.sharding.Mesh | None = None) -> Target:
 def base(directory: Path) -> Iterator[Engine]:
     """A warm engine. However the tests use its programs, nothing more is compiled."""
     engine = Engine(load(directory), CONFIG, n_tokens=N_TOKENS)
-    reports: list[str] = []
-    engine.warm_up(reports.append)
-    assert reports == [
+    progress = Reports()
+    engine.warm_up(progress)
+    assert progress.lines == [
         "compiling 1 of 9: prefill 16 x 0",
         "compiling 2 of 9: prefill 16 x 64",
         "compiling 3 of 9: start",

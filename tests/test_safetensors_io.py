@@ -1,6 +1,8 @@
 """The file format, against the safetensors library, and every way in which a file can be broken."""
 
+import errno
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from kimijax import safetensors_io
 from kimijax.errors import CheckpointError
-from kimijax.safetensors_io import DTYPES, FilePool, TensorSpec, read_header, write_file
+from kimijax.safetensors_io import DTYPES, FilePool, TensorSpec, read_header, write_file, write_sparse_file
 
 TENSORS = {
     "a": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -103,3 +106,61 @@ def test_every_dtype_has_the_size_of_its_name() -> None:
     for name, dtype in DTYPES.items():
         digits = "".join(c for c in name.partition("_")[0] if c.isdigit())
         assert dtype.itemsize * 8 == int(digits or 8)
+
+
+def direct_pool(file: Path) -> FilePool:
+    """Reads past the page cache; skips where the file system of the tests cannot."""
+    try:
+        with FilePool(direct=True) as probe:
+            probe.read(read_header(file)[0])
+    except CheckpointError as e:
+        pytest.skip(str(e))
+    return FilePool(direct=True)
+
+
+@pytest.mark.parametrize("size", [2, 4095, 4096, 8192, 70_001])
+def test_direct_reads_of_any_range(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever lies around sectors, over several blocks, and up to the end of a file that ends inside a sector."""
+    monkeypatch.setattr(safetensors_io, "_DIRECT_BLOCK", 8192)
+    file = tmp_path / "x.safetensors"
+    data = np.arange(size, dtype=np.uint32).astype(np.uint8)
+    write_file(
+        file,
+        [TensorSpec("odd", np.dtype(np.uint8), (3,)), TensorSpec("a", data.dtype, data.shape)],
+        [data[:1].repeat(3), data],
+    )
+    _, info = read_header(file)
+    with direct_pool(file) as pool:
+        for start, stop in ((0, size), (size // 2, size), (1, size - 1), (0, 1), (size - 1, size)):
+            assert np.array_equal(pool.read(info, slice(start, stop)), data[start:stop])
+        with pytest.raises(CheckpointError, match="truncated while in use"):
+            pool.read_into(info, 1, np.empty(size, np.uint8))
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_file_system_without_direct_reads_is_refused(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "x.safetensors"
+    write_file(file, [TensorSpec("a", np.dtype(np.uint8), (3,))], [np.zeros(3, np.uint8)])
+    [info] = read_header(file)
+
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, call, refuse)
+    if call == "preadv":
+        monkeypatch.setattr(safetensors_io, "_direct_flag", lambda _: 0)  # so that the file opens anywhere
+    with FilePool(direct=True) as pool, pytest.raises(CheckpointError, match=r"x\.safetensors.*load without direct"):
+        pool.read(info)
+
+
+def test_sparse_files_read_as_zeros_but_for_what_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    specs = [TensorSpec(n, a.dtype, a.shape) for n, a in TENSORS.items()]
+    write_sparse_file(file, specs, {n: TENSORS[n] for n in ("b", "scalar")})
+    found = load_file(file)
+    for name, value in TENSORS.items():
+        assert np.array_equal(found[name], value if name in ("b", "scalar") else np.zeros_like(value)), name
+    with pytest.raises(ValueError, match="a: found float64"):
+        write_sparse_file(tmp_path / "y", specs, {"a": np.zeros((3, 4))})

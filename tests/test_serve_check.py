@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kimijax import serving_plan
+from kimijax import plan_roofline, serving_plan
 from kimijax.errors import CheckpointError, ConfigError
 from kimijax.serve import check, config, startup
 
@@ -139,7 +139,7 @@ def test_the_roofline_counts_what_is_read(k25: Path) -> None:
     where = serving_plan.Placement(None, startup.DTYPES["bfloat16"], unpack_int4=False)
     found = startup.resolve(flags, where)
     _, weights = serving_plan.plan_memory(k25, found.engine, found.drafter, found.speculation, where, 8, here=False)
-    lines = serving_plan.roofline(found.target, weights, found.drafter, found.speculation, where, cached=1000)
+    lines = plan_roofline.roofline(found.target, weights, found.drafter, found.speculation, where, cached=1000)
     by = {(s.batch, s.draft_tokens): s for s in lines.steps}
     assert set(by) == {(b, k) for b in (1, 4, 16) for k in (0, 3)}
     expert = 3 * 7168 * 2048 * (0.5 + 2 / 32)  # four bits a weight, a scale of two bytes for 32 of them

@@ -62,7 +62,8 @@ def processes(
     """
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
     flags.append(f"--xla_force_host_platform_device_count={devices}")
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), "PYTHONPATH": path}
     program = [str(script)] if isinstance(script, Path) else ["-c", script]
     coordinator = f"localhost:{free_port()}"
     started: list[subprocess.Popen[bytes]] = []

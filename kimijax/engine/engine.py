@@ -20,6 +20,7 @@ from ..logprobs import Logprobs
 from ..model import Target
 from ..rounds import Record
 from ..speculative_options import SpeculativeOptions
+from ..startup_progress import StartProgress
 from .adaptive import Adaptive, Status
 from .config import EngineConfig, bucket
 from .flight import Bucket, Flight, StepPlan, groups_of, token_logprobs
@@ -456,20 +457,23 @@ class Engine:
         """Call a program as the leading process did, on this process's part of weights and state."""
         self._state = self._programs.repeat(program, self._state, args, static)
 
-    def warm_up(self, report: Callable[[str], None] | None = None) -> None:
+    def warm_up(self, progress: StartProgress | None = None) -> None:
         """Compile every program that traffic can ask for, and measure what each number of drafts costs.
 
+        Args:
+          progress: where to show how far it is.
         Raises:
           RuntimeError: requests are running: the measurements would overwrite their places.
         """
         if self._scheduler.running:
             raise RuntimeError(f"warm-up with {len(self._scheduler.running)} requests running, expected none")
-        self._state = warm_up_programs(self._programs, self._rules, self._state, report)
+        progress = StartProgress.hidden() if progress is None else progress
+        with progress.counting("compiling", "programs") as report:
+            self._state = warm_up_programs(self._programs, self._rules, self._state, report)
         options = self.speculation
         if options is not None and options.adaptive:
-            if report is not None:
-                report("measuring rounds")
-            self._state, costs = measure_costs(self._programs, self._state)
+            with progress.stage("measuring rounds"):
+                self._state, costs = measure_costs(self._programs, self._state)
             self._adaptive = Adaptive(costs, self._recorded)
 
     def n_compiled(self) -> int:

@@ -151,7 +151,7 @@ class ProgramSet:
             where = self._placed(self.mesh)
             if results:
                 where = (where, *[NamedSharding(self.mesh, P())] * results)
-        jitted = jax.jit(program, donate_argnames="state", static_argnames=static, out_shardings=where)
+        jitted: Any = jax.jit(program, donate_argnames="state", static_argnames=static, out_shardings=where)
         self._by_name[jitted.__name__] = jitted
         return jitted
 
@@ -178,7 +178,7 @@ class ProgramSet:
 
     def repeat(self, program: str, state: DeviceState, args: Sequence[Any], static: Mapping[str, Any]) -> DeviceState:
         """What the leading process has called: the same here; `Held` stands for what the call before returned."""
-        args = [self._held[x.index] if isinstance(x, Held) else x for x in args]
+        args = [self._held[x.number] if isinstance(x, Held) else x for x in args]
         result = self._run(self._by_name[program], state, args, static)
         return result[0] if isinstance(result, tuple) else result
 
@@ -267,7 +267,7 @@ def is_dense(config: EngineConfig, mesh: Mesh | None) -> bool:
       ConfigError: it was asked for where the mesh splits the cache.
     """
     split = mesh is not None and any(n_parts(axis, mesh) > 1 for axis in PAGE_AXES)
-    if split and config.decode_view == "dense":
+    if mesh is not None and split and config.decode_view == "dense":
         raise ConfigError("decode_view", "dense", f"paged: preset {preset_on(mesh)} splits the cache", "or auto")
     if config.decode_view == "auto":
         return not split and jax.default_backend() == "cpu"

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..startup_progress import Report
 from .device import DeviceState, Start
 from .programs import Batch, Programs
 from .request import Request, Sampling
@@ -16,9 +17,7 @@ from .step_costs import StepCosts
 _TIMED = 3  # programs timed for each entry of the cost table
 
 
-def warm_up_programs(
-    programs: Programs, rules: RulePrograms, state: DeviceState, report: Callable[[str], None] | None = None
-) -> DeviceState:
+def warm_up_programs(programs: Programs, rules: RulePrograms, state: DeviceState, report: Report) -> DeviceState:
     """Run every program once, on padding alone, which leaves pages and places as they are."""
     jobs: list[tuple[str, Callable[[DeviceState], DeviceState]]] = []
 
@@ -39,8 +38,7 @@ def warm_up_programs(
             for k in rules.draft_counts:
                 add(f"{size} x {window}, {k} drafts, rules", lambda s, b, k: _rule_round(rules, s, b, k), batch, k)
     for i, (name, job) in enumerate(jobs):
-        if report is not None:
-            report(f"compiling {i + 1} of {len(jobs)}: {name}")
+        report(name, i + 1, len(jobs))
         state = job(state)
     jax.block_until_ready(state)
     return state
