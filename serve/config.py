@@ -126,6 +126,13 @@ class ServerConfig:
         default=None,
         metadata=_flag("host:port of host 0 at which the hosts meet, a port that is free there", "--dist-init-addr"),
     )
+    direct_io: bool = field(
+        default=False,
+        metadata=_switch(
+            "read weights past the system's page cache, so that 600 GB of them do not displace everything else in it; an "
+            "error where the file system cannot"
+        ),
+    )
     dtype: Dtype = field(
         default="auto",
         metadata=_flag(

@@ -46,16 +46,19 @@ class Leading:
         self.server: uvicorn.Server | None = None
         self.exit_code = 0
         self._leader: Leader | None = None
+        self._gathered = threading.Event()
         self._lock = threading.Lock()
 
     def gather(self) -> None:
         """Wait for the other hosts. ConfigError: they do not come."""
         self._leader = Leader.gather(self.lost)
         self._leader.on_stop = self._stop
+        self._gathered.set()
 
     @property
     def leader(self) -> Leader:
-        assert self._leader is not None, "gather comes first"
+        self._gathered.wait()  # a host may be lost while `gather` returns
+        assert self._leader is not None
         return self._leader
 
     @property

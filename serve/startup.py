@@ -238,6 +238,7 @@ def load_llm(config: ServerConfig, found: Resolved, progress: Shown = True) -> L
         preset=config.preset,
         latent_norm_eps=config.latent_norm_eps,
         progress=progress,
+        direct=config.direct_io,
     )
 
 

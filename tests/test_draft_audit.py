@@ -39,7 +39,7 @@ class Loaded:
     draft: LoadedDraft | None
 
 
-Audit = Callable[[LoadedDraft | None], None]
+Audit = Callable[..., None]  # of a draft, on a text that the target writes (default: that of nano's probe)
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +48,15 @@ def target() -> Target:
 
 
 @pytest.fixture
-def audit(target: Target, monkeypatch: pytest.MonkeyPatch) -> Audit:
+def audit(target: Target) -> Audit:
     """Nano writes what it wrote for its own draft's probe."""
     assert PROBE is not None
     text = Text.of(s.ids for s in PROBE.sequences)
-    monkeypatch.setattr(startup, "text_of_target", lambda llm: text)
-    return lambda draft: startup.audit_draft(cast(LLM, Loaded(target, draft)), WHERE)
+
+    def run(draft: LoadedDraft | None, make_text: startup.MakeText = lambda llm: text) -> None:
+        startup.audit_draft(cast(LLM, Loaded(target, draft)), WHERE, make_text)
+
+    return run
 
 
 def foreign(folder: Path, target: Target, convention: str) -> LoadedDraft:
@@ -105,6 +108,5 @@ def test_what_needs_no_audit(
     def silent(llm: LLM) -> Text:
         raise ConfigError("text", "3 rows that count", "32 or more")
 
-    monkeypatch.setattr(startup, "text_of_target", silent)
-    audit(noise)
+    audit(noise, silent)
     assert "the target writes too little to check it" in caplog.text

@@ -108,8 +108,8 @@ def test_two_hosts_answer_as_one_device_and_end_together(checkpoint: Path, tmp_p
 
         status, body = while_answering(server, kill)
         assert status == 500
-        assert "host 1" in body["error"]["message"]
-        assert "is lost" in body["error"]["message"]
+        # A collective that fails for it may be the first to tell.
+        assert any(text in body["error"]["message"] for text in ("host 1 (", "a step failed"))
         assert server.get("/health")[0] == 503
         assert first.wait(LOST_AFTER + GRACE) == 1
         assert time.monotonic() - killed[0] < GRACE + 1  # a killed process breaks its connection at once

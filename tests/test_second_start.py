@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+SMALL = ("--max-running-requests", "1", "--context-length", "256")
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def start(folder: Path, log: Path, *flags: str) -> Start:
 @pytest.mark.slow
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     """Also none of the many small programs outside the engine; and the log tells the stages, two lines each."""
-    first, second = (start(tmp_path / "cache", tmp_path / f"log{i}", "--max-running-requests", "2") for i in range(2))
+    first, second = (start(tmp_path / "cache", tmp_path / f"log{i}", *SMALL) for i in range(2))
     assert first.programs
     assert second.programs == first.programs
     print(f"first start {first.seconds:.1f} s, second {second.seconds:.1f} s")

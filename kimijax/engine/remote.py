@@ -220,7 +220,9 @@ class Leader:
             try:
                 link.send_parts(parts)
             except OSError as error:
-                raise ConnectionError(f"{host} is lost: {_why(error)}") from error
+                reason = f"{host} is lost: {_why(error)}"
+                self._report(reason, 1)
+                raise ConnectionError(reason) from error
 
     def end(self, code: int = 0, reason: str = "", *, at_once: bool = False) -> None:
         """Have the followers end, and wait a little until they have closed their links.
