@@ -16,7 +16,7 @@ import pytest
 
 import kimijax
 from kimijax.engine.remote import LOST_AFTER
-from kimijax.serve.hosts import GRACE
+from kimijax.serve import hosts
 
 from . import golden, several_hosts, toy_tokenizer
 from .two_processes import Group, free_port, processes, run_processes
@@ -111,8 +111,8 @@ def test_two_hosts_answer_as_one_device_and_end_together(checkpoint: Path, tmp_p
         # A collective that fails for it may be the first to tell.
         assert any(text in body["error"]["message"] for text in ("host 1 (", "a step failed"))
         assert server.get("/health")[0] == 503
-        assert first.wait(LOST_AFTER + GRACE) == 1
-        assert time.monotonic() - killed[0] < GRACE + 1  # a killed process breaks its connection at once
+        assert first.wait(LOST_AFTER + hosts.GRACE) == 1
+        assert time.monotonic() - killed[0] < hosts.GRACE + 1  # a killed process breaks its connection at once
         assert "the service ends: host 1" in server.group.stderr(0)
 
 
@@ -120,7 +120,11 @@ def test_two_hosts_answer_as_one_device_and_end_together(checkpoint: Path, tmp_p
     ("own", "texts"),
     [
         (["--preset tp", "--preset ep"], ["'tensor': 8", "'expert': 8"]),
-        (["--context-length 256", "--context-length 128"], ["context_length=256", "context_length=128"]),
+        pytest.param(
+            ["--context-length 256", "--context-length 128"],
+            ["context_length=256", "context_length=128"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_hosts_with_other_flags_are_refused(checkpoint: Path, own: Sequence[str], texts: Sequence[str]) -> None:
@@ -148,7 +152,7 @@ def test_the_others_end_when_host_0_is_killed(checkpoint: Path, tmp_path: Path) 
         begun = time.monotonic()
         first.kill()
         # JAX's coordinator dies with host 0, and JAX ends its clients by a signal if it is first to notice.
-        assert second.wait(LOST_AFTER + GRACE) in (1, -signal.SIGABRT)
+        assert second.wait(LOST_AFTER + hosts.GRACE) in (1, -signal.SIGABRT)
         assert time.monotonic() - begun < LOST_AFTER
         told = server.group.stderr(1)
         assert "host 0 is lost" in told or "JAX distributed service detected fatal errors" in told, told
