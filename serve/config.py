@@ -129,8 +129,8 @@ class ServerConfig:
     direct_io: bool = field(
         default=False,
         metadata=_switch(
-            "read weights past the system's page cache, so that 600 GB of them do not displace all else in it; an error "
-            "where the file system cannot"
+            "read weights past the system's page cache, so that 600 GB of them do not displace all else in it; an "
+            "error where the file system cannot"
         ),
     )
     dtype: Dtype = field(

@@ -191,7 +191,8 @@ class Leader:
             if self._ending:
                 return
             self._ending = True  # of several faults the first is the cause
-        self._lost(reason, code)
+        # On a thread of its own: readers are needed, to see followers go.
+        threading.Thread(target=self._lost, args=(reason, code), name="end of service", daemon=True).start()
 
     def agree(self, identity: Mapping[str, str]) -> None:
         """Wait until every follower has found the same. ConfigError: one has not, and what."""
