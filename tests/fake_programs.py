@@ -106,6 +106,7 @@ class FakePrograms:
         self.n_pages = config.pages(spare, self.n_groups)
         self.windows = config.windows(max(spare, config.burst) if self.has_drafter else spare)
         self.tables = BlockTables(config.max_batch, self.windows[-1] // config.page_size)
+        self.leader = None
         self.failing = ""  # name of the program that raises next, after it took the state
         self.rounds_run: dict[tuple[str, int], int] = {}  # (request, its tokens) -> guesses that passed after them
 

@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from kimijax import checkpoint
 from kimijax.checkpoint import inspect
 from kimijax.config import load_config
 from kimijax.errors import CheckpointError, ConfigError
-from kimijax.plan import JAX_FRACTION, main, make_plan
-from kimijax.sharding import TABLE, make_mesh
+from kimijax.loader import NANO, NANO_DRAFTER
+from kimijax.plan import JAX_FRACTION, Plan, main, make_plan, on_layers, read_drafter
+from kimijax.plan_weights import make_plans
+from kimijax.sharding import PRESETS, TABLE, Preset, make_mesh
 
 from .checkpoint_cases import loaded, rewrite
 from .golden import FAMILIES, PUBLISHED_QUANTIZATION, with_quantization, write_checkpoint
@@ -178,6 +181,50 @@ def test_kimi_k25_from_its_headers(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, fraction=0.9)
     assert plan.source == "headers"
     assert_k25(plan)
+
+
+# Of Kimi-K2.5 on eight devices: GB of weights, bytes of a cached token on a device that holds it or a part of it, and
+# millions of tokens that 90 % of 141 GB hold beside the weights, in all.
+ON_EIGHT: dict[Preset, tuple[float, int, float]] = {
+    "tp": (76.18, 70_272, 0.72),
+    "ep": (76.18, 70_272, 0.72),
+    "dp-attention": (90.68, 70_272, 4.12),
+    "dcp": (76.18, 8_784, 5.77),
+}
+
+
+def test_every_preset(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(k25_config()))
+    plans = make_plans(tmp_path, PRESETS, memory_bytes=141 * 10**9, devices=8, fraction=0.9)
+    for preset, (weights, cached, tokens) in ON_EIGHT.items():
+        plan = plans[preset]
+        assert isinstance(plan, Plan)
+        d = plan.device
+        assert (round(d.weight_bytes / 1e9, 2), d.cache_bytes_per_token) == (weights, cached)
+        assert round(d.cache_tokens / 1e6, 2) == tokens
+        assert d.cache_tokens_on_each * (8 if preset == "dp-attention" else 1) == d.cache_tokens
+        assert d == make_plan(tmp_path, preset=preset, fraction=0.9).device
+        assert d.cache_tokens_beside(10**9) == pytest.approx(d.cache_tokens - 1e9 / cached * d.cache_groups, abs=8)
+    small = make_plan(tmp_path, memory_bytes=96 * 10**9, fraction=0.9).device
+    assert (small.fits, round(small.cache_tokens, -3)) == (True, 145_000)
+    assert not make_plan(tmp_path, memory_bytes=96 * 10**9).device.fits  # 75 %, unless JAX is told otherwise
+    assert not make_plan(tmp_path, memory_bytes=96 * 10**9, fraction=0.9, preset="dp-attention").device.fits
+    uneven = make_plans(tmp_path, PRESETS, memory_bytes=141 * 10**9, devices=12)
+    assert {preset for preset, plan in uneven.items() if isinstance(plan, ConfigError)} == set(PRESETS)
+
+
+def test_a_draft_is_declared_from_its_configuration() -> None:
+    target = load_config(NANO)
+    drafter = read_drafter(str(NANO_DRAFTER), target, jnp.bfloat16)
+    assert drafter.wiring.target_layers == target.n_layers
+    assert read_drafter(str(NANO_DRAFTER / "config.json"), target, jnp.bfloat16).config == drafter.config
+    assert read_drafter(None, target, jnp.bfloat16).config == read_drafter("stand-in", target, jnp.bfloat16).config
+    fewer = on_layers(drafter, 2)
+    assert (fewer.config, fewer.wiring.taps) == (drafter.config, (0, 1, 2))
+    with pytest.raises(ConfigError, match=r"wiring \(target_layers, target_hidden\)"):
+        read_drafter(str(NANO_DRAFTER), replace(target, n_layers=4), jnp.bfloat16)
+    with pytest.raises(ConfigError, match="layers: found 1, expected at least 2"):
+        on_layers(drafter, 1)
 
 
 def test_kimi_k2_instruct_from_its_config(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from kimijax import plan_roofline, serving_plan
 from kimijax.errors import CheckpointError, ConfigError
 from kimijax.serve import check, config, startup
+from kimijax.sharding import Preset
 
 from . import golden
 from .test_plan import k25_config
@@ -130,6 +131,27 @@ def test_a_plan_that_does_not_fit_names_what_would(k25: Path) -> None:
     assert "use more devices (--tp), or larger ones" in refused(-(10**9))
     assert "without the draft less is needed" in refused(-(10**9), has_draft=True)
     dataclasses.replace(fits, available=None).check()
+
+
+@pytest.mark.parametrize(("preset", "share"), [("tp", 1), ("ep", 1), ("dp-attention", 8), ("dcp", 8)])
+def test_the_cache_of_a_device(preset: Preset, share: int, k25: Path) -> None:
+    """All of it, its own requests', or a part of every page."""
+    where = serving_plan.Placement(None, startup.DTYPES["bfloat16"], unpack_int4=False)
+    line = f"--model {k25} --context-length 4096 --speculative-algorithm EAGLE3 --speculative-simulate-acc-len 2"
+    found = startup.resolve(parse(line), where)
+    options, drafter = found.speculation, found.drafter
+    memory, weights = serving_plan.plan_memory(k25, found.engine, drafter, options, where, 8, preset=preset, here=False)
+    items = dict(memory.items)
+    per_token = 61 * 576 * 2
+    assert memory.cached_tokens == 16 * (4096 + 64)
+    assert items["cache of the target"] == memory.cached_tokens * per_token / share
+    assert items["cache of the drafter"] == memory.cached_tokens * 576 * 2 / share  # an MLA head's, as the target's
+    assert items["target"] == weights.device.weight_bytes
+    # Half of what the cache takes holds half of the tokens, whatever a device has of each.
+    cache = items["cache of the target"] + items["cache of the drafter"]
+    tight = dataclasses.replace(memory, available=memory.fixed + cache // 2)
+    with pytest.raises(ConfigError, match=rf"--max-total-tokens {8 * 4160} fits"):
+        tight.check()
 
 
 def test_the_roofline_counts_what_is_read(k25: Path) -> None:
