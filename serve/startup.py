@@ -28,6 +28,7 @@ from kimijax.generate import LLM
 from kimijax.loader import Placement, load_tokenizer, model_directory, place
 from kimijax.names import parameters
 from kimijax.serving_plan import plan_memory
+from kimijax.sharding import preset_of
 from kimijax.speculative_options import SpeculativeOptions
 from kimijax.startup_progress import Shown, StartProgress
 from kimijax.teacher_forced import Text
@@ -183,7 +184,10 @@ def check_weights(config: ServerConfig, found: Resolved) -> None:
         if not error.field.startswith("mesh axis"):
             raise
         raise ConfigError("--tp", config.tp, "a number that divides the model and its draft", str(error)) from error
-    plan, _ = plan_memory(found.directory, found.engine, found.drafter, found.speculation, where, config.tp)
+    preset = preset_of(config.preset, config.tp)
+    plan, _ = plan_memory(
+        found.directory, found.engine, found.drafter, found.speculation, where, config.tp, preset=preset
+    )
     plan.check()
 
 

@@ -118,6 +118,7 @@ def test_all_61_layers(preset: Preset, gigabytes: float, k25: Path) -> None:
     assert layers == pytest.approx(61 * LAYER_COLLECTIVES[preset], abs=2)  # the dense layer has no exchange of rows
 
 
+@pytest.mark.slow  # half a minute
 def test_command_line(k25: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["--model", str(k25), "--compile", "--layers", "2", "--compile-drafts", "2", "--draft", "stand-in"]
     assert main([*line, "--json"]) == 0
