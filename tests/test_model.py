@@ -139,7 +139,14 @@ def test_every_way_to_the_same_logits(family: str, load: Callable[..., Target]) 
 
 
 @pytest.mark.parametrize(
-    ("preset", "quantization"), [("tp", None), ("tp", "int4"), ("ep", "int4"), ("dcp", "int4"), ("dp-attention", None)]
+    ("preset", "quantization"),
+    [
+        ("tp", "int4"),
+        pytest.param("tp", None, marks=pytest.mark.slow),
+        ("ep", "int4"),
+        ("dcp", "int4"),
+        ("dp-attention", None),
+    ],
 )
 def test_eight_devices_give_one_device_s_logits(
     preset: Preset, quantization: str | None, load: Callable[..., Target]

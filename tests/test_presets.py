@@ -40,12 +40,12 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case("tp", "llama", CHAIN),
     Case("ep", None, None, rules=True),
     Case("dp-attention", "llama", CHAIN, rules=True),
     Case("dcp", "mla", CHAIN),
 ]
 SLOW = [
+    Case("tp", "llama", CHAIN),
     Case("dp-attention", "mla", TREE, rules=True),
     Case("tp", "mla", TREE, rules=True),
     Case("ep", "llama", TREE, rules=True),
