@@ -27,6 +27,7 @@ from kimijax.errors import ConfigError
 from kimijax.fingerprint import Contract, TargetFingerprint
 from kimijax.names import parameters
 from kimijax.plan import make_plan
+from kimijax.plan_gpus import GPUS as PLANNED
 from kimijax.train import draft_recipe, feature_manifest
 
 GROUP = 8  # GPUs that hold the target together: one node
@@ -78,7 +79,7 @@ class Constants:
     memory_bytes: float = _constant("data sheet", "B", "one GPU")
     link_bandwidth: float = _constant("assumed", "B/s", "one GPU, one direction: 3/4 of NVLink, 5/8 of PCIe 5 x16")
     collective_latency: float = _constant(
-        "published", "s", "of one small all-reduce over 8 GPUs: 8 us, NCCL on PCIe 24"
+        "published", "s", "of one small all-reduce over 8 GPUs: 8 us, NCCL on PCIe 25"
     )
     decode_efficiency: float = _constant(
         "published", "share", "of memory bandwidth; fitted to InferenceX (H200, B200) and rtx6kpro (RTX PRO 6000)"
@@ -147,20 +148,22 @@ class Constants:
 
 
 # Of one GPU. RTX PRO 6000: 24 us is NCCL's on eight cards without switches; custom all-reduces reach 8.
+_OF_THIS_JOB: dict[str, dict[str, float]] = {
+    "H200": {"link_bandwidth": 337.5e9, "decode_efficiency": 0.50},
+    "B200": {"link_bandwidth": 675e9, "decode_efficiency": 0.42},
+    "RTX-PRO-6000": {"link_bandwidth": 40e9, "decode_efficiency": 0.85},
+}
+# What the plan knows of a GPU, and what this job assumes of it besides.
 GPUS: dict[str, dict[str, float]] = {
-    "H200": {
-        "peak_flops": 989e12, "memory_bandwidth": 4.8e12, "memory_bytes": 141e9, "link_bandwidth": 337.5e9,
-        "collective_latency": 8e-6, "decode_efficiency": 0.50,
-    },
-    "B200": {
-        "peak_flops": 2250e12, "memory_bandwidth": 8e12, "memory_bytes": 180e9, "link_bandwidth": 675e9,
-        "collective_latency": 8e-6, "decode_efficiency": 0.42,
-    },
-    "RTX-PRO-6000": {
-        "peak_flops": 503.8e12, "memory_bandwidth": 1.792e12, "memory_bytes": 96e9, "link_bandwidth": 40e9,
-        "collective_latency": 24e-6, "decode_efficiency": 0.85,
-    },
-}  # fmt: skip
+    name: {
+        "peak_flops": PLANNED[name].bf16,
+        "memory_bandwidth": PLANNED[name].bandwidth,
+        "memory_bytes": float(PLANNED[name].memory),
+        "collective_latency": PLANNED[name].collective_seconds,
+        **own,
+    }
+    for name, own in _OF_THIS_JOB.items()
+}
 
 
 @dataclass(frozen=True)
