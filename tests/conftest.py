@@ -62,9 +62,9 @@ def few_programs() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what lies in tests/slow and tests/gpu, so that no test there can be left without its marker."""
+    """Mark what lies in tests/slow, tests/gpu and tests/kernels: no test there can be left without its marker."""
     here = Path(__file__).parent
     for item in items:
-        for folder in ("slow", "gpu"):
+        for folder in ("slow", "gpu", "kernels"):
             if item.path.is_relative_to(here / folder):
                 item.add_marker(folder)
